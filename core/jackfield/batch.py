@@ -1,0 +1,205 @@
+"""The data that flows through one step: right-padded tensors [B, T] with one documented meaning each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
+from torch import Tensor
+
+FINISH_REASONS = ("stop", "length", "abort")
+"""Finish reasons by their code in `Batch.finish_reasons`."""
+
+
+@dataclass
+class Prompt:
+    """One prompt as the rollout receives it."""
+
+    id: int
+    """Position in the run's stream of prompts: unique in a run, the same after a resume."""
+    record: dict[str, Any]
+    """The dataset's row: `prompt` (text, or chat messages) and whatever its rewards need."""
+
+
+@dataclass
+class Trajectory:
+    """One finished sample before it is padded into a batch. Sequences run over prompt and response alike."""
+
+    prompt: Prompt
+    tokens: list[int]
+    """Token ids of the whole conversation, prompt first."""
+    prompt_length: int
+    """Number of leading tokens that belong to the prompt."""
+    sampled: list[bool]
+    """True exactly where the engine sampled the token; a tool's output is False."""
+    log_probs: list[float]
+    """Log-prob of each sampled token under the sampling distribution; ignored elsewhere."""
+    versions: list[int]
+    """Policy version that produced each sampled token; ignored elsewhere."""
+    finish_reason: str
+    """One of FINISH_REASONS."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """What rewards read: `prompt`, `response` (texts) beside the dataset's own fields."""
+
+
+class Batch(TensorClass):
+    """B samples of at most T tokens, prompt and response together, right-padded.
+
+    A value at [b, t] belongs to token t itself: its log-prob is log p(token t | tokens before t), so column 0 of every
+    log-prob is 0. Anything outside `loss_mask` is never read (docs/laws.md, law 5). Optional fields are None until a stage fills them.
+    """
+
+    tokens: Tensor
+    """int64 [B, T]: token ids; padding holds any id."""
+    lengths: Tensor
+    """int64 [B]: tokens that are not padding."""
+    prompt_lengths: Tensor
+    """int64 [B]: leading tokens that belong to the prompt."""
+    response_mask: Tensor
+    """bool [B, T]: true exactly where the engine sampled the token, the end token included."""
+    loss_mask: Tensor
+    """bool [B, T]: tokens to train on: `response_mask` less the samples and tokens that scoring or a filter rejected."""
+    rollout_log_probs: Tensor
+    """float32 [B, T]: log-prob under the sampling distribution, as the engine reported it."""
+    versions: Tensor
+    """int32 [B, T]: policy version that sampled the token, -1 elsewhere."""
+    group_ids: Tensor
+    """int64 [B]: samples of one prompt share an id."""
+    sample_ids: Tensor
+    """int64 [B]: unique in a run, the same after a resume."""
+    finish_reasons: Tensor
+    """int8 [B]: index into FINISH_REASONS."""
+    records: Any
+    """list of B dicts: the dataset's row with `prompt` and `response` as text."""
+    extras: TensorDict
+    """Plugins' own tensors by name, [B, ...]; a float tensor [B, T] is cleaned behind the mask like the fields here."""
+    rewards: Tensor | None = None
+    """float32 [B]: weighted sum of the scores, with whatever a plugin shaped into it."""
+    scores: TensorDict | None = None
+    """float32 [B] by reward name: unweighted; NaN where that reward failed on the sample."""
+    token_rewards: Tensor | None = None
+    """float32 [B, T]: per-token additions to the reward (KL in reward); 0 where there is none."""
+    ref_log_probs: Tensor | None = None
+    """float32 [B, T]: log-prob under the reference policy."""
+    old_log_probs: Tensor | None = None
+    """float32 [B, T]: log-prob under the policy as it was at the start of this step's update."""
+    values: Tensor | None = None
+    """float32 [B, T]: the critic's value of the state before the token, as it was before this step's update."""
+    advantages: Tensor | None = None
+    """float32 [B, T]"""
+    returns: Tensor | None = None
+    """float32 [B, T]: targets of the critic."""
+    loss_weights: Tensor | None = None
+    """float32 [B, T]: factor on each token's policy loss (importance weights); 1 where None."""
+    loss_scale: Tensor | None = None
+    """float32 [B, T]: the reduction as one factor a token (jackfield.loss.reduction_scale): the loss is their dot product."""
+
+    @property
+    def size(self) -> int:
+        """Number of samples B."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """bool [B, T]: true where a token is not padding."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """int64 [B]: sampled tokens of each sample."""
+        return self.response_mask.sum(-1)
+
+    def replace(self, **fields: Any) -> Batch:
+        """A shallow copy with some fields replaced; the original, which others may hold, stays as it is."""
+        new = self.clone(recurse=False)
+        for name, value in fields.items():
+            setattr(new, name, value)
+        return new
+
+    def with_extras(self, **tensors: Tensor) -> Batch:
+        """A shallow copy with more extras."""
+        extras = self.extras.clone(recurse=False)
+        extras.update(tensors)
+        return self.replace(extras=extras)
+
+    def clean(self) -> Batch:
+        """A shallow copy whose float [B, T] fields hold 0 outside `loss_mask`, so that what stands there, NaN included, cannot matter."""
+        mask = self.loss_mask
+
+        def zeroed(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.shape == mask.shape and value.is_floating_point()
+
+        fields = {n: torch.where(mask, v, 0) for n, v in self.items() if zeroed(v)}
+        extras = {n: torch.where(mask, v, 0) for n, v in self.extras.items() if zeroed(v)}
+        return self.replace(**fields).with_extras(**extras)
+
+    def trim(self) -> Batch:
+        """The same samples without the columns that are padding in all of them."""
+        width = int(self.lengths.max()) if self.size else 0
+        full = self.tokens.shape
+        if width == full[1]:
+            return self
+
+        def cut(value: Any) -> Any:
+            return value[:, :width] if isinstance(value, Tensor) and value.shape[:2] == full else value
+
+        fields = {n: cut(v) for n, v in self.items() if isinstance(v, Tensor)}
+        return self.replace(**fields).with_extras(**{n: cut(v) for n, v in self.extras.items()})
+
+    def pad_to(self, width: int) -> Batch:
+        """The same samples with padding columns up to `width` (zeros, False; version -1)."""
+        full = self.tokens.shape
+        extra = width - full[1]
+        if extra <= 0:
+            return self
+
+        def pad(name: str, value: Any) -> Any:
+            if isinstance(value, Tensor) and value.shape[:2] == full:
+                shape = (full[0], extra, *value.shape[2:])
+                return torch.cat([value, value.new_full(shape, -1 if name == "versions" else 0)], dim=1)
+            return value
+
+        fields = {n: pad(n, v) for n, v in self.items() if isinstance(v, Tensor)}
+        return self.replace(**fields).with_extras(**{n: pad(n, v) for n, v in self.extras.items()})
+
+    @staticmethod
+    def concat(parts: Sequence[Batch]) -> Batch:
+        """Join batches of any widths; the result is as wide as the widest."""
+        width = max(part.tokens.shape[1] for part in parts)
+        return torch.cat([part.pad_to(width) for part in parts])  # type: ignore[call-overload, no-any-return]
+
+    @staticmethod
+    def from_trajectories(items: Sequence[Trajectory], *, group_size: int) -> Batch:
+        """Pad finished samples into a batch. Sample ids are prompt id x `group_size` + position within the group."""
+        width = max((len(item.tokens) for item in items), default=0)
+
+        def padded(rows: list[list[Any]], dtype: torch.dtype, fill: float) -> Tensor:
+            return torch.tensor([r + [fill] * (width - len(r)) for r in rows], dtype=dtype).reshape(len(rows), width)
+
+        def sampled_only(values: list[Any], item: Trajectory, other: Any) -> list[Any]:
+            return [v if s else other for v, s in zip(values, item.sampled, strict=True)]
+
+        seen: dict[int, int] = {}
+        ids = []
+        for item in items:
+            ids.append(item.prompt.id * group_size + seen.setdefault(item.prompt.id, 0))
+            seen[item.prompt.id] += 1
+        mask = padded([i.sampled for i in items], torch.bool, False)
+        return Batch(
+            tokens=padded([i.tokens for i in items], torch.int64, 0),
+            lengths=torch.tensor([len(i.tokens) for i in items], dtype=torch.int64),
+            prompt_lengths=torch.tensor([i.prompt_length for i in items], dtype=torch.int64),
+            response_mask=mask,
+            loss_mask=mask.clone(),
+            rollout_log_probs=padded([sampled_only(i.log_probs, i, 0.0) for i in items], torch.float32, 0.0),
+            versions=padded([sampled_only(i.versions, i, -1) for i in items], torch.int32, -1),
+            group_ids=torch.tensor([i.prompt.id for i in items], dtype=torch.int64),
+            sample_ids=torch.tensor(ids, dtype=torch.int64),
+            finish_reasons=torch.tensor([FINISH_REASONS.index(i.finish_reason) for i in items], dtype=torch.int8),
+            records=NonTensorStack(*[NonTensorData(i.record) for i in items]) if items else [],
+            extras=TensorDict({}, [len(items)]),
+            batch_size=[len(items)],
+        )

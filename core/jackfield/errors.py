@@ -1,0 +1,25 @@
+"""Errors that a user or a plugin author can act on: one line naming the culprit, the cause and the way out."""
+
+
+class JackfieldError(Exception):
+    """Base of every error raised on purpose; the command line prints it on one line and exits with code 2."""
+
+
+class ConfigError(JackfieldError):
+    """A configuration names something that does not exist or does not fit together."""
+
+
+class PluginError(JackfieldError):
+    """A plugin cannot be found, imported or registered, or one of its hooks raised."""
+
+
+class DataError(JackfieldError):
+    """Input data or a model folder is missing, empty or corrupt."""
+
+
+class CheckpointError(JackfieldError):
+    """A checkpoint cannot be written or read."""
+
+
+class WorkerError(JackfieldError):
+    """A worker or engine died or raised; carries the rank and the worker's own traceback."""

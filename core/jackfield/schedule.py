@@ -1,0 +1,35 @@
+"""Numbers that change over a run: learning rate, clip ratio, KL coefficient."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from jackfield.components import ComponentConfig
+
+
+class Ramp(ComponentConfig):
+    """From `start` to `end` over `steps` optimizer or training steps, then `end`."""
+
+    start: float
+    """Value at step 0."""
+    end: float
+    """Value from step `steps` on."""
+    steps: int
+    """Length of the ramp, in training steps; at least 1."""
+    shape: Literal["linear", "cosine"] = "linear"
+    """Path between the two."""
+
+
+Schedule = float | Ramp
+"""A constant, or a ramp."""
+
+
+def at(schedule: Schedule, step: int) -> float:
+    """The schedule's value at `step`, counted from 0."""
+    if not isinstance(schedule, Ramp):
+        return float(schedule)
+    done = min(max(step / schedule.steps, 0.0), 1.0)
+    if schedule.shape == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    return schedule.start + (schedule.end - schedule.start) * done
