@@ -6,7 +6,6 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -168,6 +167,8 @@ class Algorithm(Component):
         if self.config.kl.target is None:
             self.kl_coef = at(self.config.kl.coef, run.step)
         if self.needs.reference and self.config.kl.place == "reward":
+            assert batch.old_log_probs is not None
+            assert batch.ref_log_probs is not None
             penalty = self.kl_coef * F.kl_estimate(batch.old_log_probs, batch.ref_log_probs, self.config.kl.estimator)
             batch = batch.replace(token_rewards=-penalty if batch.token_rewards is None else batch.token_rewards - penalty)
         return self.advantage(batch)
@@ -184,7 +185,7 @@ class Algorithm(Component):
                     totals.setdefault(name, []).append(value)
         result = {name: sum(values) / len(values) for name, values in totals.items()}
         if self.config.kl.target is not None and "kl" in result:
-            step = F.adaptive_kl_multiplier(result["kl"], self.config.kl.target, batch.size, self.config.kl.horizon)
+            step = F.adaptive_kl_multiplier(result["kl"], self.config.kl.target, len(batch), self.config.kl.horizon)
             self.kl_coef *= step
         if self.needs.reference:
             result["kl_coef"] = self.kl_coef

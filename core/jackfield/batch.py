@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
@@ -86,7 +86,7 @@ class Batch(TensorClass):
     """float32 [B, T]: log-prob under the reference policy."""
     old_log_probs: Tensor | None = None
     """float32 [B, T]: log-prob under the policy as it was at the start of this step's update."""
-    values: Tensor | None = None
+    critic_values: Tensor | None = None
     """float32 [B, T]: the critic's value of the state before the token, as it was before this step's update."""
     advantages: Tensor | None = None
     """float32 [B, T]"""
@@ -96,11 +96,6 @@ class Batch(TensorClass):
     """float32 [B, T]: factor on each token's policy loss (importance weights); 1 where None."""
     loss_scale: Tensor | None = None
     """float32 [B, T]: the reduction as one factor a token (jackfield.loss.reduction_scale): the loss is their dot product."""
-
-    @property
-    def size(self) -> int:
-        """Number of samples B."""
-        return int(self.tokens.shape[0])
 
     @property
     def attention_mask(self) -> Tensor:
@@ -129,16 +124,15 @@ class Batch(TensorClass):
         """A shallow copy whose float [B, T] fields hold 0 outside `loss_mask`, so that what stands there, NaN included, cannot matter."""
         mask = self.loss_mask
 
-        def zeroed(value: Any) -> bool:
-            return isinstance(value, Tensor) and value.shape == mask.shape and value.is_floating_point()
+        def cleaned(items: Any) -> dict[str, Tensor]:
+            floats = {n: v for n, v in items if isinstance(v, Tensor) and v.shape == mask.shape and v.is_floating_point()}
+            return {n: torch.where(mask, v, 0) for n, v in floats.items()}
 
-        fields = {n: torch.where(mask, v, 0) for n, v in self.items() if zeroed(v)}
-        extras = {n: torch.where(mask, v, 0) for n, v in self.extras.items() if zeroed(v)}
-        return self.replace(**fields).with_extras(**extras)
+        return self.replace(**cleaned(self.items())).with_extras(**cleaned(self.extras.items()))
 
     def trim(self) -> Batch:
         """The same samples without the columns that are padding in all of them."""
-        width = int(self.lengths.max()) if self.size else 0
+        width = int(self.lengths.max()) if len(self) else 0
         full = self.tokens.shape
         if width == full[1]:
             return self
@@ -169,7 +163,8 @@ class Batch(TensorClass):
     def concat(parts: Sequence[Batch]) -> Batch:
         """Join batches of any widths; the result is as wide as the widest."""
         width = max(part.tokens.shape[1] for part in parts)
-        return torch.cat([part.pad_to(width) for part in parts])  # type: ignore[call-overload, no-any-return]
+        joined: Any = torch.cat([part.pad_to(width) for part in parts])  # type: ignore[misc]
+        return cast(Batch, joined)
 
     @staticmethod
     def from_trajectories(items: Sequence[Trajectory], *, group_size: int) -> Batch:

@@ -1,4 +1,4 @@
-"""The kinds of component and what each must do. A component is a class with a typed `Config`; its entry point's name is its name in a config."""
+"""The kinds of component and what each must do: a class with a typed `Config`, found by its entry point's name."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Component(ABC):
     api: ClassVar[int] = 1
     """The API version (`jackfield.JACKFIELD_API`) that the class was written for."""
 
-    class Config(ComponentConfig):
-        """No settings."""
+    Config: type[ComponentConfig] = ComponentConfig
+    """The component's settings, usually a nested class; validated before the component is built."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config

@@ -18,7 +18,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor, *, shift: bool = True, eps: float = 1e-8) -> Tensor:
-    """`x` with mean 0 (unless not `shift`) and unbiased variance 1 over `mask`; 0 outside; unchanged where fewer than two are valid (law 14)."""
+    """`x` with mean 0 (if `shift`) and unbiased variance 1 over `mask`, 0 outside; unchanged where fewer than two are valid (law 14)."""
     count = int(mask.sum())
     clean = torch.where(mask, x, 0)
     if count < 2:
