@@ -1,0 +1,54 @@
+"""Which source pieces cover a destination piece, each element exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from jackfield.errors import ConfigError
+from jackfield_reshard.boxes import Box, elements, intersect, subtract
+from jackfield_reshard.canonical import Piece
+
+T = TypeVar("T")
+
+
+def by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """Pieces grouped by canonical name."""
+    out: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        out.setdefault(piece.name, []).append(piece)
+    return out
+
+
+def cover(need: Box, held: Sequence[T], box: Callable[[T], Box]) -> tuple[list[tuple[T, Box]], list[Box]]:
+    """Parts of `need` with who provides them (the first holder wins), and the boxes that nobody holds."""
+    found: list[tuple[T, Box]] = []
+    missing = [need]
+    for holder in held:
+        rest: list[Box] = []
+        for want in missing:
+            common = intersect(want, box(holder))
+            if common is None:
+                rest.append(want)
+            else:
+                found.append((holder, common))
+                rest.extend(subtract(want, common))
+        missing = rest
+        if not missing:
+            break
+    return found, missing
+
+
+def uncovered(piece: Piece, missing: Sequence[Box], names: Mapping[str, object]) -> ConfigError:
+    """The error for a destination piece that no source holds."""
+    if piece.name not in names:
+        return ConfigError(
+            f"weight {piece.name}: the engine needs it and the training backend has no such tensor (it has {len(names)} others, "
+            f"such as {next(iter(names), 'none')}); both sides must be the same model"
+        )
+    offset, size = missing[0]
+    count = sum(elements(box) for box in missing)
+    return ConfigError(
+        f"weight {piece.name}: no source shard covers offset {list(offset)} size {list(size)} of {list(piece.shape)} "
+        f"({count} of the {elements(piece.box)} elements that this rank needs); the backend's shards() must cover the whole tensor"
+    )

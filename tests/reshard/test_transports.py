@@ -1,0 +1,137 @@
+"""Transports within one process: what is shared, what is copied, and what the errors say."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from jackfield.components import WorkerContext
+from jackfield.errors import ConfigError
+from jackfield_reshard.transports import Alias, Auto, Local
+
+_spec = importlib.util.spec_from_file_location("reshard_fakes", Path(__file__).with_name("fakes.py"))
+fakes = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fakes)
+FakeBackend, FakeEngine, randomise, shard = fakes.FakeBackend, fakes.FakeEngine, fakes.randomise, fakes.shard
+
+CONTEXT = WorkerContext("policy", torch.device("cpu"), 0)
+Q, KV, HIDDEN = 8, 4, 6
+
+
+def trainer(dtype=torch.float32):
+    """Plain matrices, as the torch backend holds them."""
+    return FakeBackend(
+        [
+            shard("model.embed_tokens.weight", torch.randn(10, HIDDEN, dtype=dtype)),
+            shard("model.layers.0.self_attn.q_proj.weight", torch.randn(Q, HIDDEN, dtype=dtype)),
+            shard("model.layers.0.self_attn.k_proj.weight", torch.randn(KV, HIDDEN, dtype=dtype)),
+            shard("model.layers.0.mlp.experts.gate_up_proj", torch.randn(3, 8, HIDDEN, dtype=dtype)),
+            shard("model.layers.0.mlp.gate.e_score_correction_bias", torch.randn(3)),
+        ]
+    )
+
+
+def fused_engine(dtype=torch.float32):
+    """vLLM's way: rows of one fused tensor."""
+    qkv = torch.zeros(Q + KV, HIDDEN, dtype=dtype)
+    return FakeEngine(
+        [
+            shard("model.embed_tokens.weight", torch.zeros(12, HIDDEN, dtype=dtype)[:10]),
+            shard("model.layers.0.self_attn.q_proj.weight", qkv[:Q].view(2, Q // 2, HIDDEN)),
+            shard("model.layers.0.self_attn.k_proj.weight", qkv[Q:].view(2, KV // 2, HIDDEN)),
+            *(shard(f"model.layers.0.mlp.experts.{e}.gate_proj.weight", torch.zeros(4, HIDDEN, dtype=dtype)) for e in range(3)),
+            *(shard(f"model.layers.0.mlp.experts.{e}.up_proj.weight", torch.zeros(4, HIDDEN, dtype=dtype)) for e in range(3)),
+            shard("model.layers.0.mlp.gate.e_score_correction_bias", torch.zeros(3)),
+        ]
+    )
+
+
+def check(backend, engine):
+    """Every weight of the engine equals the backend's, whichever way each writes it."""
+    have, need = {s.name: s.tensor for s in backend.shards()}, {s.name: s.tensor for s in engine.shards()}
+    for name in ("embed_tokens", "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj"):
+        want = have[f"model.{name}.weight"]
+        assert torch.equal(need[f"model.{name}.weight"].reshape(want.shape), want.to(need[f"model.{name}.weight"].dtype)), name
+    for e in range(3):
+        gate_up = have["model.layers.0.mlp.experts.gate_up_proj"][e]
+        for part, rows in (("gate_proj", gate_up[:4]), ("up_proj", gate_up[4:])):
+            got = need[f"model.layers.0.mlp.experts.{e}.{part}.weight"]
+            assert torch.equal(got, rows.to(got.dtype)), (e, part)
+
+
+def connect(transport, backend, engine):
+    transport.connect(backend, engine, CONTEXT)
+    return transport
+
+
+def test_engine_serves_from_the_backends_storage():
+    backend = trainer()
+    engine = FakeEngine([replace(s, tensor=None) for s in backend.shards()], takes=True)
+    transport = connect(Auto(), backend, engine)
+    report = transport.sync(1)
+    assert (report.bytes_copied, report.bytes_sent, report.bytes_aliased) == (0, 0, 4 * sum(s.tensor.numel() for s in backend.shards()))
+    randomise(backend)
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(backend.shards(), engine.shards(), strict=True))
+    assert transport.sync(2).version == engine.version == 2
+    assert engine.updates == 2
+
+
+def test_backend_moves_into_the_engines_storage():
+    """Query, key and embedding are shared; the experts, which the two write differently, are copied."""
+    backend, engine = trainer(), fused_engine()
+    values = [s.tensor.clone() for s in backend.shards()]
+    transport = connect(Auto(), backend, engine)
+    assert all(torch.equal(s.tensor, v) for s, v in zip(backend.shards(), values, strict=True))
+    report = transport.sync(0)
+    experts = 4 * 3 * 8 * HIDDEN
+    assert report.bytes_copied == experts
+    assert report.bytes_aliased == 4 * ((10 + Q + KV) * HIDDEN + 3)
+    check(backend, engine)
+    randomise(backend)
+    transport.sync(1)
+    check(backend, engine)
+
+
+def test_local_copies_everything_and_casts():
+    backend, engine = trainer(), fused_engine(torch.bfloat16)
+    report = connect(Local(), backend, engine).sync(3)
+    assert report.bytes_aliased == 0
+    assert report.bytes_copied == 2 * ((10 + Q + KV) * HIDDEN + 3 * 8 * HIDDEN) + 4 * 3
+    check(backend, engine)
+    assert set(report.seconds) == {"pause", "plan", "copy", "resume"}
+
+
+def test_moved_storage_is_noticed():
+    backend, engine = trainer(), fused_engine()
+    transport = connect(Local(), backend, engine)
+    transport.sync(0)
+    backend.held = [replace(s, tensor=torch.randn(s.tensor.shape)) for s in backend.held]
+    transport.sync(1)
+    check(backend, engine)
+
+
+def test_tied_head_gets_the_embedding():
+    backend = FakeBackend([shard("model.embed_tokens.weight", torch.randn(5, 2))])
+    engine = FakeEngine([shard("model.embed_tokens.weight", torch.zeros(5, 2)), shard("lm_head.weight", torch.zeros(5, 2))])
+    connect(Local(), backend, engine).sync(0)
+    assert torch.equal(engine.needs[1].tensor, backend.held[0].tensor)
+
+
+def test_alias_says_what_stands_in_the_way():
+    with pytest.raises(ConfigError, match=r"288|use transport auto") as error:
+        connect(Alias(), trainer(), fused_engine())
+    assert "experts" in str(error.value) and "use transport auto" in str(error.value)
+
+
+def test_a_weight_that_nobody_holds_is_an_error():
+    backend = FakeBackend([shard("a.weight", torch.randn(4, 2), shape=(8, 2))])
+    with pytest.raises(ConfigError, match=r"a.weight: no source shard covers offset \[4, 0\] size \[4, 2\] of \[8, 2\] \(8 of the 16"):
+        connect(Local(), backend, FakeEngine([shard("a.weight", torch.zeros(8, 2))]))
+    with pytest.raises(ConfigError, match=r"b.weight: the engine needs it and the training backend has no such tensor"):
+        connect(Auto(), backend, FakeEngine([shard("b.weight", torch.zeros(8, 2))]))
+    with pytest.raises(ConfigError, match=r"a.weight: FakeEngine can only adopt .* float32 \[4, 2\] of \[4, 2\]; give both the same dtype"):
+        backend = FakeBackend([shard("a.weight", torch.randn(4, 2))])
+        engine = FakeEngine([replace(shard("a.weight", torch.zeros(4, 2, dtype=torch.bfloat16)), tensor=None)])
+        connect(Auto(), backend, engine)
