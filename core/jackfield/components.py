@@ -320,8 +320,8 @@ class Launcher(Component):
     kind = "launcher"
 
     @abstractmethod
-    def start(self, config: Any) -> dict[str, Any]:
-        """Worker groups by role name; roles that share processes share a group."""
+    def start(self, config: Any, roles: Sequence[str]) -> dict[str, Any]:
+        """A jackfield.launcher.WorkerGroup for each role of `roles`; roles that share processes share a group."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from jackfield.components import ComponentConfig
+from jackfield.errors import ConfigError
 from jackfield.schedule import Schedule
 
 
@@ -188,3 +192,109 @@ class RunConfig(ComponentConfig):
     """Saving and resuming."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """Held-out evaluation."""
+    disabled: tuple[str, ...] = ()
+    """Plugins that are not registered although something names them (`-p no:NAME`)."""
+
+
+def role_config(config: RunConfig, role: str) -> RoleConfig:
+    """The role's settings with what it inherits from the policy filled in."""
+    own: RoleConfig = getattr(config, role)
+    policy = config.policy
+    model = own.model or policy.model
+    if model is None:
+        raise ConfigError("policy.model is missing: name a local Hugging Face folder or a hub model")
+    if role == "critic" and model.head != "value":
+        model = model.model_copy(update={"head": "value"})
+    backend = own.backend or policy.backend or ComponentSpec(name="torch")
+    return own.model_copy(update={"model": model, "backend": backend})
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> ConfigError:
+    """The first problem of a validation error on one line: the field, the cause, the way out."""
+    problem = error.errors(include_url=False)[0]
+    names = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "union", "list["))]
+    field, more = ".".join(names), f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(model, names[:-1])
+        near = difflib.get_close_matches(names[-1], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+        return ConfigError(f"{where}: unknown field {field!r}; {hint}{more}")
+    if problem["type"] == "missing":
+        return ConfigError(f"{where}: field {field!r} is missing{more}")
+    return ConfigError(f"{where}: {field + ': ' if field else ''}{problem['msg']}, but got {problem['input']!r}{more}")
+
+
+def _fields_at(model: Any, path: Sequence[str]) -> list[str]:
+    for name in path:
+        field = model.model_fields.get(name)
+        if field is None:
+            break
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), model)
+    return list(model.model_fields)
+
+
+def load_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The YAML file with dotted overrides (`a.b=c`) and interpolations resolved, as plain data.
+
+    A `file.py:Name` that exists beside the config file is taken from there. Raises ConfigError.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no config file {path}")
+    try:
+        for item in overrides:
+            if "=" not in item:
+                raise ConfigError(f"override {item!r} is not of the form field.subfield=value")
+        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(_expand(path, overrides)))
+        plain: Any = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path} holds no fields: a config is a YAML mapping")
+    located: dict[str, Any] = _locate(plain, path.parent)
+    return located
+
+
+def _expand(path: Path, overrides: Sequence[str]) -> list[str]:
+    """`algorithm.x=1` must also work where the file says `algorithm: grpo`: the short form is written out first."""
+    from omegaconf import OmegaConf
+
+    short: list[str] = []
+    base = OmegaConf.load(path)
+    for item in overrides:
+        parts = item.split("=", 1)[0].split(".")
+        for k in range(1, len(parts)):
+            value = OmegaConf.select(base, ".".join(parts[:k]), throw_on_resolution_failure=False)
+            if isinstance(value, str) and parts[k] != "name":
+                short.append(f"{'.'.join(parts[:k])}.{'path' if parts[k - 1] == 'model' else 'name'}={value}")
+    return [*dict.fromkeys(short), *overrides]
+
+
+def _locate(value: Any, folder: Path) -> Any:
+    if isinstance(value, dict):
+        return {k: _locate(v, folder) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_locate(v, folder) for v in value]
+    if isinstance(value, str) and (match := re.fullmatch(r"(.+\.py):(\w+)", value)):
+        beside = (folder / match[1]).resolve()
+        return f"{beside}:{match[2]}" if beside.is_file() else value
+    return value
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> RunConfig:
+    """Read, override and validate a config file. `plugins` are `-p` options: `NAME` adds a hook plugin, `no:NAME` drops one.
+
+    Raises ConfigError with the field, the cause and the nearest valid name.
+    """
+    raw = load_raw(path, overrides)
+    raw["hooks"] = [*(raw.get("hooks") or []), *(p for p in plugins if not p.startswith("no:"))]
+    raw["disabled"] = [*(raw.get("disabled") or []), *(p.removeprefix("no:") for p in plugins if p.startswith("no:"))]
+    try:
+        return RunConfig(**raw)
+    except ValidationError as error:
+        raise explain(error, RunConfig, str(path)) from error

@@ -1,0 +1,82 @@
+"""Checkpoints that are complete or absent: written beside, then renamed. A killed run resumes to the same trajectory (law 29)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jackfield.errors import CheckpointError
+from jackfield.run import Run
+
+
+def save(run: Run) -> Path:
+    """Write `checkpoints/step-N` and drop all but the newest `checkpoint.keep`. Raises CheckpointError; nothing half written stays."""
+    home = run.dir / "checkpoints"
+    final, partial = home / f"step-{run.step:08d}", home / f".partial-{run.step:08d}"
+    if final.exists():
+        return final
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name in ("policy", "critic"):
+            if hasattr(run, name):
+                getattr(run, name).save(partial / name)
+        run.hook.checkpoint_save(run=run, folder=partial)
+        torch.save({"torch": torch.get_rng_state(), "python": random.getstate()}, partial / "rng.pt")
+        state = {"step": run.step, "drawn": run.prompts.drawn, "algorithm": run.algorithm.state_dict(), "plugins": versions(run)}
+        (partial / "run.json").write_text(json.dumps(state, indent=1))
+        _sync_to_disk(partial)
+        partial.rename(final)
+        _sync_to_disk(home)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"checkpoint {final} cannot be written: {error}; the earlier ones are untouched") from error
+    for old in complete(run.dir)[: -run.config.checkpoint.keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def complete(run_dir: Path) -> list[Path]:
+    """The run's complete checkpoints, oldest first."""
+    return sorted((run_dir / "checkpoints").glob("step-*"))
+
+
+def load(run: Run, folder: Path) -> None:
+    """Restore the run from a checkpoint. Raises CheckpointError."""
+    try:
+        state = json.loads((folder / "run.json").read_text())
+        rng = torch.load(folder / "rng.pt", weights_only=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is no readable checkpoint: {error}") from error
+    changed = {n: (v, state["plugins"].get(n)) for n, v in versions(run).items() if v != state["plugins"].get(n)}
+    if changed:
+        run.metrics["resume/plugins_changed"] = float(len(changed))
+    for name in ("policy", "critic"):
+        if hasattr(run, name):
+            getattr(run, name).load(folder / name)
+    run.step, run.prompts.drawn = state["step"], state["drawn"]
+    run.algorithm.load_state_dict(state["algorithm"])
+    torch.set_rng_state(rng["torch"])
+    random.setstate(rng["python"])
+    run.hook.checkpoint_load(run=run, folder=folder)
+
+
+def versions(run: Run) -> dict[str, Any]:
+    """Names of the run's plugins with the class behind each: recorded with every checkpoint."""
+    plugins = run.manager.list_name_plugin()
+    return {name: f"{type(p).__module__}:{type(p).__qualname__}" for name, p in plugins if p is not None}
+
+
+def _sync_to_disk(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

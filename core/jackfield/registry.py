@@ -1,0 +1,156 @@
+"""Finding plugins: entry points, one group a kind. Listing reads metadata only; a module is imported when it is chosen."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, distribution, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from jackfield import JACKFIELD_API
+from jackfield import components as C
+from jackfield.errors import PluginError
+
+if TYPE_CHECKING:
+    from jackfield.config import ComponentSpec
+
+KINDS: tuple[str, ...] = (
+    *("algorithm", "backend", "engine", "rollout", "reward", "dataset"),
+    *("launcher", "transport", "tracker", "hooks", "command"),
+)
+"""Every kind of plugin; the entry-point group of a kind is `jackfield.<kind>`."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One installed plugin, as its distribution's metadata declares it."""
+
+    kind: str
+    name: str
+    target: str
+    """`module:attribute`"""
+    distribution: str
+    version: str
+    point: EntryPoint
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
+
+
+def entries(kind: str) -> list[Entry]:
+    """Installed plugins of a kind, sorted by name and distribution; nothing is imported."""
+    found = []
+    for point in entry_points(group=f"jackfield.{kind}"):
+        dist = point.dist
+        found.append(Entry(kind, point.name, point.value, dist.name if dist else "?", dist.version if dist else "?", point))
+    return sorted(set(found), key=lambda e: (e.name, e.distribution))
+
+
+def find(kind: str, name: str) -> Entry:
+    """The one installed plugin called `name` or `distribution/name`. Raises PluginError for none or several."""
+    installed = entries(kind)
+    wanted_dist, _, short = name.rpartition("/")
+    matches = [e for e in installed if e.name == short and wanted_dist in ("", e.distribution)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        owners = " and ".join(f"{e.distribution} {e.version}" for e in matches)
+        ways = " or ".join(f"{e.distribution}/{e.name}" for e in matches)
+        raise PluginError(f"{kind} {name!r} is provided by {owners}: say {ways}")
+    names = sorted({e.name for e in installed})
+    near = difflib.get_close_matches(short, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"installed: {', '.join(names) or 'none'}"
+    raise PluginError(f"no {kind} is called {name!r}; {hint} (`jackfield plugins` lists all; path/to/file.py:Class works too)")
+
+
+def load(kind: str, name: str) -> Any:
+    """The object behind a name, imported: entry point, `file.py:Object` or `module:Object`. Raises PluginError."""
+    module_name, colon, attribute = name.rpartition(":")
+    try:
+        if not colon:
+            entry = find(kind, name)
+            source, found = str(entry), entry.point.load()
+        else:
+            source = f"{kind} {name!r}"
+            module = _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+            found = getattr(module, attribute)
+    except PluginError:
+        raise
+    except Exception as error:
+        raise PluginError(_import_message(kind, name, error)) from error
+    return _checked(kind, source, found)
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path.resolve()}")
+    resolved = path.resolve()
+    name = "jackfield_file_" + re.sub(r"\W", "_", str(resolved.with_suffix("")))
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, resolved)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _import_message(kind: str, name: str, error: Exception) -> str:
+    where = str(find(kind, name)) if ":" not in name else f"{kind} {name!r}"
+    message = f"{where} cannot be imported: {type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name and ":" not in name:
+        missing, dist = error.name.split(".")[0].replace("_", "-").lower(), find(kind, name).distribution
+        for requirement in distribution(dist).requires or ():
+            extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", requirement)
+            if extra and requirement.lower().replace("_", "-").startswith(missing):
+                return f"{message}; install it with: pip install '{dist}[{extra[1]}]'"
+    return message
+
+
+def _checked(kind: str, source: str, found: Any) -> Any:
+    base = {c.kind: c for c in vars(C).values() if inspect.isclass(c) and issubclass(c, C.Component) and hasattr(c, "kind")}.get(kind)
+    if kind == "algorithm":
+        from jackfield.algorithm import Algorithm
+
+        base = Algorithm
+    if base is None or (kind == "reward" and not inspect.isclass(found)):
+        return found
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise PluginError(f"{source} is {found!r}, not a {base.__name__}: derive it from jackfield.{base.__name__}")
+    if found.api > JACKFIELD_API:
+        raise PluginError(f"{source} needs plugin API {found.api}, this jackfield speaks {JACKFIELD_API}: upgrade jackfield")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise PluginError(f"{source} lacks the method{'s' * (len(missing) > 1)} {', '.join(missing)} that every {kind} has")
+    return found
+
+
+def build(kind: str, spec: ComponentSpec) -> Any:
+    """A component from its spec, its options validated. A plain function named as a reward becomes reward `function`."""
+    from jackfield.config import explain
+
+    found = load(kind, spec.name)
+    options = spec.options
+    if kind == "reward" and not inspect.isclass(found):
+        found, options = load(kind, "function"), {"function": spec.name, **options}
+    if not (inspect.isclass(found) and issubclass(found, C.Component)):
+        if options:
+            raise PluginError(f"{kind} {spec.name!r} takes no options, but got {', '.join(options)}: derive it from jackfield.Component")
+        return found() if inspect.isclass(found) else found
+    try:
+        config = found.Config(**options)
+    except ValidationError as error:
+        raise explain(error, found.Config, f"{kind} {spec.name!r}") from error
+    return found(config)

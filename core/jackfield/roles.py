@@ -1,0 +1,125 @@
+"""Role handles: the only way in which hooks reach models. They split batches over workers and gather results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from jackfield import microbatch
+from jackfield.batch import Batch
+from jackfield.components import OutputRequest, Outputs, Position, Request, Sample
+from jackfield.config import RunConfig, role_config
+from jackfield.loss import finish, reduction_scale
+from jackfield.shard import SyncReport
+
+if TYPE_CHECKING:
+    from jackfield.algorithm import Algorithm
+    from jackfield.launcher import WorkerGroup
+
+
+class Role:
+    """A model on its workers: `run.reference`, `run.critic`, and the base of `run.policy`."""
+
+    def __init__(self, name: str, group: WorkerGroup, config: RunConfig) -> None:
+        self.name, self.group, self.config = name, group, config
+        self.role = role_config(config, name)
+        self.positions: list[Position] = group.call("setup", name)
+
+    def _split(self, batch: Batch) -> tuple[list[list[list[int]]], list[list[Batch]]]:
+        """The plan by DP rank, and each worker's micro-batches."""
+        ranks = self.positions[0].dp_size
+        split = microbatch.plan(batch.lengths.tolist(), ranks, self.role.micro_batch_tokens)
+        shares = [[microbatch.take(batch, indices) for indices in share] for share in split]
+        return split, [shares[p.dp_rank] for p in self.positions]
+
+    def request(self, **wanted: bool) -> OutputRequest:
+        """A request for outputs under the run's sampling distribution; greedy sampling is scored at temperature 1."""
+        s = self.config.sampling
+        return OutputRequest(temperature=s.temperature or 1.0, top_p=s.top_p, top_k=s.top_k, **wanted)
+
+    def forward(self, batch: Batch, request: OutputRequest) -> Outputs:
+        """Outputs of the whole batch, [B, T] on the CPU, 0 outside `response_mask`."""
+        mask = batch.response_mask
+        some = mask.any(-1).nonzero()[:, 0]
+        whole: dict[str, Tensor] = {}
+        if len(some):
+            split, shares = self._split(batch[some])
+            results = self.group.scatter("forward", self.name, shares, request)
+            for position, outputs in zip(self.positions, results, strict=True):
+                for indices, out in zip(split[position.dp_rank], outputs or (), strict=False):
+                    for name, value in vars(out).items():
+                        if value is not None and indices:
+                            rows = some[torch.tensor(indices)]
+                            whole.setdefault(name, torch.zeros(mask.shape))[rows, : value.shape[1]] = value
+        names = [n for n in ("log_probs", "entropy", "sum_pi_squared") if getattr(request, n)]
+        return Outputs(**{n: torch.where(mask, whole[n], 0) if n in whole else torch.zeros(mask.shape) for n in {*names, *whole}})
+
+    def log_probs(self, batch: Batch) -> Tensor:
+        """float32 [B, T]: log-probs of the sampled tokens under the sampling distribution."""
+        found = self.forward(batch, self.request()).log_probs
+        assert found is not None
+        return found
+
+    def values(self, batch: Batch) -> Tensor:
+        """float32 [B, T]: the critic's values."""
+        found = self.forward(batch, self.request(log_probs=False)).values
+        return torch.zeros(batch.tokens.shape) if found is None else found
+
+    def update(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
+        """One optimizer step on a mini-batch. With nothing to train nothing moves (law 16): metrics are `skipped` = 1 alone."""
+        batch = batch[batch.loss_mask.any(-1)].trim()
+        prefix = "" if self.name == "policy" else f"{self.name}/"
+        if not len(batch):
+            return {f"{prefix}skipped": 1.0}
+        config = algorithm.config
+        scale = reduction_scale(batch.loss_mask, config.reduction, config.fixed_length or self.config.sampling.max_new_tokens)
+        _, shares = self._split(batch.clean().replace(loss_scale=scale, records=[None] * len(batch)))
+        request = algorithm.request(self.config.sampling)
+        results = self.group.scatter("update", self.name, shares, request, algorithm.state_dict())
+        metrics = finish([sums for sums, _ in results if sums is not None]) | results[0][1]
+        return {f"{prefix}{name}": value for name, value in metrics.items()} | {f"{prefix}skipped": 0.0}
+
+    def save(self, folder: Path) -> None:
+        """Write the role's share of a checkpoint into a new folder."""
+        folder.mkdir()
+        self.group.call("save", self.name, folder)
+
+    def load(self, folder: Path) -> None:
+        """Restore the role. Raises CheckpointError."""
+        self.group.call("load", self.name, folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face folder."""
+        self.group.call("export", self.name, folder)
+
+
+class Policy(Role):
+    """The model being trained, with its engine."""
+
+    version = 0
+    """Version of the weights that the engine serves: the number of steps trained."""
+
+    def __init__(self, name: str, group: WorkerGroup, config: RunConfig) -> None:
+        super().__init__(name, group, config)
+        self.replicas: list[Position] = group.call("setup_engine")
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Sample]:
+        """Samples as they finish, in any order; requests are dealt to the engine's replicas, longest prompts first."""
+        count = self.replicas[0].dp_size
+        order = sorted(requests, key=lambda r: -len(r.tokens))
+        yield from self.group.stream("generate", [order[p.dp_rank :: count] for p in self.replicas])
+
+    def sync(self, version: int) -> SyncReport:
+        """Serve the policy's current weights as `version`; seconds of the slowest rank, bytes of all."""
+        reports: list[SyncReport] = self.group.call("sync", version)
+        self.version = version
+        phases = {name for r in reports for name in r.seconds}
+        return SyncReport(
+            version,
+            {name: max(r.seconds.get(name, 0.0) for r in reports) for name in sorted(phases)},
+            *(sum(getattr(r, n) for r in reports) for n in ("bytes_aliased", "bytes_copied", "bytes_sent")),
+        )

@@ -1,0 +1,1 @@
+"""Public test kit for plugin authors: conformance classes, tiny models and fakes."""

@@ -1,0 +1,132 @@
+"""From a config to a trained model: builds the run, resumes it, drives it and ends it cleanly."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jackfield import checkpoint, registry, runner
+from jackfield.config import ComponentSpec, RunConfig
+from jackfield.errors import ConfigError
+from jackfield.hookspecs import hookimpl
+from jackfield.manager import PluginManager
+from jackfield.metrics import JsonLines
+from jackfield.rewards import RewardHook
+from jackfield.roles import Policy, Role
+from jackfield.run import PromptStream, Run
+
+
+class Trainer:
+    """`Trainer(load_config("grpo.yaml", ["policy.model=..."])).train()`. Raises JackfieldError with one line on what to mend."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        manager = PluginManager()
+        algorithm = registry.build("algorithm", config.algorithm)
+        self.launcher = registry.build("launcher", config.launcher)
+        prompts = PromptStream(registry.build("dataset", config.dataset), config.seed)
+        self.run = Run(config, manager, algorithm, prompts)
+        self._register("metrics.jsonl", JsonLines())
+        self._register(config.algorithm.name, algorithm)
+        self._register(config.rollout.name, registry.build("rollout", config.rollout))
+        for reward in config.rewards:
+            label = reward.label or reward.name
+            self._register(f"reward {label}", RewardHook(registry.build("reward", reward), label))
+        if config.evaluate.every:
+            self._register("evaluate", Evaluation(config))
+        for kind, specs in (("tracker", config.trackers), ("hooks", config.hooks)):
+            for spec in specs:
+                if spec.name not in config.disabled:
+                    self._register(spec.name, registry.build(kind, spec))
+        manager.check()
+        self._check()
+        manager.hook.configure(run=self.run)
+
+    def _register(self, name: str, plugin: Any) -> None:
+        if name not in self.config.disabled:
+            self.run.manager.register(plugin, name)
+
+    def _check(self) -> None:
+        needs, name = self.run.algorithm.needs, self.config.algorithm.name
+        size = self.config.batch.group_size
+        if size < needs.min_group_size:
+            raise ConfigError(
+                f"algorithm {name!r} compares samples of one prompt: batch.group_size is {size}, at least {needs.min_group_size} is needed"
+            )
+        if self.config.evaluate.every and self.config.evaluate.dataset is None:
+            raise ConfigError("evaluate.every is set but evaluate.dataset is not: name the held-out rows")
+        steps = self.run.algorithm.config.mini_batches
+        if steps > self.config.batch.prompts:
+            raise ConfigError(f"algorithm.mini_batches is {steps}, more than the {self.config.batch.prompts} groups of batch.prompts")
+
+    def train(self) -> Run:
+        """Start the workers, resume if there is a checkpoint, train, save; the finished run."""
+        run, config = self.run, self.config
+        try:
+            self._start()
+            if run.step < config.steps:
+                run.hook.run_start(run=run)
+                while run.step < config.steps:
+                    runner.step(run)
+                    if config.checkpoint.every and run.step % config.checkpoint.every == 0:
+                        checkpoint.save(run)
+                checkpoint.save(run)
+                run.hook.run_end(run=run)
+        except BaseException as error:
+            run.hook.run_error(run=run, error=error)
+            raise
+        finally:
+            self.launcher.stop()
+        return run
+
+    def _start(self) -> None:
+        run, config = self.run, self.config
+        random.seed(config.seed)
+        torch.manual_seed(config.seed)
+        needs = run.algorithm.needs
+        roles = ["policy", *(["reference"] if needs.reference else []), *(["critic"] if needs.values else [])]
+        groups = self.launcher.start(config, roles)
+        run.policy = Policy("policy", groups["policy"], config)
+        for name in roles[1:]:
+            setattr(run, name, Role(name, groups[name], config))
+        config.dir.mkdir(parents=True, exist_ok=True)
+        (config.dir / "config.json").write_text(config.model_dump_json(indent=1))
+        for stale in (config.dir / "checkpoints").glob(".partial-*"):
+            shutil.rmtree(stale)
+        found = checkpoint.complete(config.dir)
+        resume = config.checkpoint.resume
+        if isinstance(resume, Path):
+            checkpoint.load(run, resume)
+        elif resume == "auto" and found:
+            checkpoint.load(run, found[-1])
+        elif found:
+            raise ConfigError(f"{config.dir} holds checkpoints already and checkpoint.resume is 'never': choose another dir")
+        run.policy.sync(run.step)
+
+
+class Evaluation:
+    """Mean reward over held-out rows every `evaluate.every` steps."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.rows = registry.build("dataset", config.evaluate.dataset or ComponentSpec(name="?"))
+        self.settings = config.evaluate
+
+    @hookimpl(tryfirst=True)
+    def step_end(self, run: Run, metrics: dict[str, float]) -> None:
+        """Ask every `evaluate` hook, and add what they say under `eval/`."""
+        if run.step % self.settings.every == 0 or run.step == run.config.steps:
+            for result in run.hook.evaluate(run=run):
+                metrics |= {f"eval/{name}": value for name, value in result.items()}
+
+    @hookimpl
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """One sample of each row at `evaluate.temperature`."""
+        with run.sampling_as(temperature=self.settings.temperature, group_size=1):
+            prompts = PromptStream(self.rows, 0).take(len(self.rows))
+            batch = runner.score(run, run.hook.rollout(run=run, prompts=prompts))
+        assert batch.rewards is not None
+        return {"reward": float(batch.rewards.mean())}

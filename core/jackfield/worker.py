@@ -1,0 +1,108 @@
+"""One process's share of the roles that live on it: its backends, its engine and the transport between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jackfield import registry
+from jackfield.components import (
+    Backend,
+    Engine,
+    LossSums,
+    OutputRequest,
+    Outputs,
+    Position,
+    Request,
+    Sample,
+    Transport,
+    WorkerContext,
+)
+from jackfield.config import RunConfig, role_config
+from jackfield.loss import BoundLoss
+from jackfield.shard import SyncReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from jackfield.batch import Batch
+
+
+class Worker:
+    """Methods are called on all ranks of a group together; a launcher decides how (directly, or on another machine)."""
+
+    def __init__(self, config: RunConfig, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
+        self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
+        self.backends: dict[str, Backend] = {}
+        self.engine: Engine | None = None
+        self.transport: Transport | None = None
+        self.algorithm = registry.build("algorithm", config.algorithm)
+
+    def context(self, role: str) -> WorkerContext:
+        """Where this worker stands for a role."""
+        return WorkerContext(role, self.device, self.config.seed, self.rank, self.world_size)
+
+    def setup(self, role: str) -> Position:
+        """Build the role's backend and load its model."""
+        config = role_config(self.config, role)
+        assert config.model is not None
+        assert config.backend is not None
+        backend: Backend = registry.build("backend", config.backend)
+        backend.setup(config.model, None if role == "reference" else config.optimizer, self.context(role))
+        self.backends[role] = backend
+        return backend.position
+
+    def setup_engine(self) -> Position:
+        """Build the engine and connect it to the policy's backend."""
+        model = role_config(self.config, "policy").model
+        assert model is not None
+        self.engine = registry.build("engine", self.config.engine)
+        self.engine.setup(model, self.context("policy"))
+        self.transport = registry.build("transport", self.config.transport)
+        self.transport.connect(self.backends["policy"], self.engine, self.context("policy"))
+        return self.engine.position
+
+    def forward(self, role: str, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs] | None:
+        """Outputs on the CPU, or None where another rank returns them."""
+        backend = self.backends[role]
+        outputs = backend.forward([m.to(self.device) for m in micro_batches], request)
+        if not backend.position.output:
+            return None
+        return [Outputs(**{n: None if v is None else v.float().cpu() for n, v in vars(o).items()}) for o in outputs]
+
+    def update(
+        self, role: str, micro_batches: Sequence[Batch], request: OutputRequest, state: dict[str, Any]
+    ) -> tuple[LossSums | None, dict[str, float]]:
+        """One optimizer step; the sums (or None where another rank returns them) and the optimizer's own metrics."""
+        backend = self.backends[role]
+        self.algorithm.load_state_dict(state)
+        sums = backend.forward_backward([m.to(self.device) for m in micro_batches], BoundLoss(self.algorithm, role, request))
+        info = backend.optimizer_step()
+        if not backend.position.output:
+            return None, info
+        return LossSums({n: v.cpu() for n, v in sums.sums.items()}, {n: v.cpu() for n, v in sums.maxima.items()}), info
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Sample]:
+        """Samples of this rank's requests, each as it is finished; none where another rank of the replica returns them."""
+        assert self.engine is not None
+        for sample in self.engine.generate(requests):
+            if self.engine.position.output:
+                yield sample
+
+    def sync(self, version: int) -> SyncReport:
+        """Make the engine serve the policy's weights as `version`."""
+        assert self.transport is not None
+        return self.transport.sync(version)
+
+    def save(self, role: str, folder: Path) -> None:
+        """The role's share of a checkpoint."""
+        self.backends[role].save(folder)
+
+    def load(self, role: str, folder: Path) -> None:
+        """Restore the role from a checkpoint."""
+        self.backends[role].load(folder)
+
+    def export(self, role: str, folder: Path) -> None:
+        """Write the role's weights as a Hugging Face folder."""
+        self.backends[role].export(folder)
