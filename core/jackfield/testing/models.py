@@ -71,7 +71,8 @@ def tiny_model(
     model_config = getattr(transformers, f"{names[family]}Config")(**(settings | config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+        auto: Any = transformers.AutoModelForCausalLM
+        model = auto.from_config(model_config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
