@@ -67,6 +67,30 @@ def train(config: str, overrides: tuple[str, ...], plugins: tuple[str, ...], tra
 
 
 @app.command()
+@click.argument("run_folder")
+@click.argument("out")
+@click.option("--step", type=int, help="Checkpoint of this step; default: the newest.")
+def export(run_folder: str, out: str, step: int | None) -> None:
+    """Write the policy of a run's checkpoint as a Hugging Face folder OUT."""
+    from pathlib import Path
+
+    from jackfield import checkpoint
+    from jackfield.config import RunConfig
+
+    found = {folder.name: folder for folder in checkpoint.complete(Path(run_folder))}
+    name = f"step-{step:08d}" if step is not None else max(found, default="")
+    if name not in found:
+        raise JackfieldError(f"{run_folder} has no checkpoint {name or 'at all'}; it has: {', '.join(found) or 'none'}")
+    if Path(out).exists():
+        raise JackfieldError(f"{out} exists already: name a new folder")
+    settings = RunConfig.model_validate_json((Path(run_folder) / "config.json").read_text())
+    from jackfield.trainer import Trainer
+
+    Trainer(settings).export(found[name], Path(out))
+    click.echo(f"exported {name} to {out}")
+
+
+@app.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("kind", required=False)
 def plugins(as_json: bool, kind: str | None) -> None:
@@ -104,9 +128,10 @@ def show_config(config: str | None, overrides: tuple[str, ...], schema: bool) ->
 def _show(model: Any, values: Any, named: Any, changed: set[str], prefix: str) -> None:
     for name, field in model.model_fields.items():
         path, value = f"{prefix}{name}", getattr(values, name, None) if values is not None else field.get_default(call_default_factory=True)
-        inner = next((k for k in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(k, "model_fields")), None)
+        kinds = [getattr(k, "__origin__", k) for k in (field.annotation, *getattr(field.annotation, "__args__", ()))]
+        inner = next((k for k in kinds if hasattr(k, "model_fields")), None)
         mentioned = isinstance(named, dict) and name in named
-        if inner is not None and inner.__name__ not in ("ComponentSpec", "Ramp"):
+        if inner is not None and inner.__name__ not in ("ComponentSpec", "ModelConfig", "Ramp"):
             click.echo(f"{path}:  # {field.description}")
             _show(inner, value, named.get(name) if mentioned else None, changed, f"{path}.")
             continue

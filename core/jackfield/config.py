@@ -168,6 +168,9 @@ class RunConfig(ComponentConfig):
     """The value model; used only if the algorithm needs it."""
     engine: Spec = ComponentSpec(name="hf")
     """Generates the responses."""
+    share_memory: bool = False
+    """On a shared GPU: the engine gives its KV cache's memory to the trainer for the update, the trainer its optimizer states' to
+    the engine for the rollout. Costs the time of moving them; off where both fit."""
     rollout: Spec = ComponentSpec(name="single_turn")
     """Turns prompts into samples."""
     sampling: SamplingConfig = SamplingConfig()

@@ -72,5 +72,5 @@ def split_groups(batch: Batch, parts: int, *, seed: int) -> Iterator[Batch]:
         return
     index, groups = group_index(batch.group_ids)
     order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed))
-    for chosen in torch.tensor_split(order, min(parts, groups)):
+    for chosen in torch.tensor_split(order, min(parts, max(groups, 1))):
         yield batch[torch.isin(index, chosen)]

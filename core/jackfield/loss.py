@@ -52,7 +52,10 @@ class BoundLoss:
             if micro_batch.old_log_probs is None:
                 micro_batch = micro_batch.replace(old_log_probs=outputs.log_probs.detach())
             out = self.algorithm.policy_loss(outputs, micro_batch)
-            out = _with_rollout_gap(out, outputs.log_probs.detach(), micro_batch)
+            recomputed = self.algorithm.config.old_log_probs != "rollout"
+            now = micro_batch.old_log_probs if recomputed else outputs.log_probs.detach()
+            assert now is not None
+            out = _with_rollout_gap(out, now, micro_batch)
         else:
             out = self.algorithm.critic_loss(outputs, micro_batch)
         for name, value in {"loss": out.loss, **out.stats, **out.maxima}.items():
@@ -70,7 +73,7 @@ class BoundLoss:
 
 
 def _with_rollout_gap(out: LossOutput, log_probs: Tensor, batch: Batch) -> LossOutput:
-    """Add the gap between what the engine said and what the trainer computes (law 11); k3 keeps the KL estimate positive."""
+    """Add the gap between what the engine said and what the trainer computes with the same weights (law 11); its KL by k3."""
     gap = log_probs - batch.rollout_log_probs
     ratio = gap.exp()
     stats = {"rollout_gap/mean": gap.abs(), "rollout_gap/kl": ratio - 1 - gap, "rollout_gap/ratio": ratio}

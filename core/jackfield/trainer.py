@@ -83,6 +83,19 @@ class Trainer:
             self.launcher.stop()
         return run
 
+    def export(self, folder: Path, out: Path) -> None:
+        """Write the policy of checkpoint `folder` as the Hugging Face folder `out`, with the tokenizer."""
+        try:
+            groups = self.launcher.start(self.config, ["policy"])
+            policy = Role("policy", groups["policy"], self.config)
+            policy.load(folder / "policy")
+            out.mkdir(parents=True)
+            policy.export(out)
+        finally:
+            self.launcher.stop()
+        if self.run.tokenizer is not None:
+            self.run.tokenizer.save_pretrained(out)
+
     def _start(self) -> None:
         run, config = self.run, self.config
         random.seed(config.seed)

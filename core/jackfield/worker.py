@@ -38,6 +38,8 @@ class Worker:
         self.engine: Engine | None = None
         self.transport: Transport | None = None
         self.algorithm = registry.build("algorithm", config.algorithm)
+        self.generating = True
+        """Who has the device's memory where it is shared: the engine (True, as it is built) or the trainer."""
 
     def context(self, role: str) -> WorkerContext:
         """Where this worker stands for a role."""
@@ -57,6 +59,8 @@ class Worker:
         """Build the engine and connect it to the policy's backend."""
         model = role_config(self.config, "policy").model
         assert model is not None
+        if self.config.share_memory:
+            self.backends["policy"].offload()
         self.engine = registry.build("engine", self.config.engine)
         self.engine.setup(model, self.context("policy"))
         self.transport = registry.build("transport", self.config.transport)
@@ -66,6 +70,7 @@ class Worker:
     def forward(self, role: str, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs] | None:
         """Outputs on the CPU, or None where another rank returns them."""
         backend = self.backends[role]
+        self._hand_memory(to_engine=False)
         outputs = backend.forward([m.to(self.device) for m in micro_batches], request)
         if not backend.position.output:
             return None
@@ -76,6 +81,7 @@ class Worker:
     ) -> tuple[LossSums | None, dict[str, float]]:
         """One optimizer step; the sums (or None where another rank returns them) and the optimizer's own metrics."""
         backend = self.backends[role]
+        self._hand_memory(to_engine=False)
         self.algorithm.load_state_dict(state)
         sums = backend.forward_backward([m.to(self.device) for m in micro_batches], BoundLoss(self.algorithm, role, request))
         info = backend.optimizer_step()
@@ -86,6 +92,7 @@ class Worker:
     def generate(self, requests: Sequence[Request]) -> Iterator[Sample]:
         """Samples of this rank's requests, each as it is finished; none where another rank of the replica returns them."""
         assert self.engine is not None
+        self._hand_memory(to_engine=True)
         for sample in self.engine.generate(requests):
             if self.engine.position.output:
                 yield sample
@@ -94,6 +101,18 @@ class Worker:
         """Make the engine serve the policy's weights as `version`."""
         assert self.transport is not None
         return self.transport.sync(version)
+
+    def _hand_memory(self, *, to_engine: bool) -> None:
+        if not self.config.share_memory or self.engine is None or to_engine == self.generating:
+            return
+        self.generating = to_engine
+        policy = self.backends["policy"]
+        if to_engine:
+            policy.offload()
+            self.engine.wake()
+        else:
+            self.engine.sleep()
+            policy.onload()
 
     def save(self, role: str, folder: Path) -> None:
         """The role's share of a checkpoint."""
