@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jackfield.components import OutputRequest, Outputs
 from torch import Tensor
+
+from jackfield.components import OutputRequest, Outputs
 
 _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _TOP = 256

@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torch
 from jackfield import logits as L
 from jackfield.components import OutputRequest
 
