@@ -81,9 +81,7 @@ class Host:
         else:
             name, _, port = address.rpartition(":")
             store = dist.TCPStore(name, int(port), seat.size, seat.rank == 0, timeout=timedelta(seconds=seat.timeout))
-        dist.init_process_group(
-            backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=seat.timeout)
-        )
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=seat.timeout))
         self.worker = Worker(config, device, seat.rank, seat.size)
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:

@@ -126,7 +126,7 @@ def main(descriptor: int) -> None:
 def _fork(order: Order, handle: int, control: int) -> int:
     sys.path[:] = order.path
     for name in order.preload:
-        with contextlib.suppress(Exception):  # noqa: BLE001 - the worker imports it again and says what is wrong
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()
     pid = os.fork()
