@@ -276,13 +276,15 @@ class Transport(Component):
 
 
 class Reward(Component):
-    """Scores samples. `score` may raise, return nonsense or hang: the core isolates it, sample by sample where `per_sample`."""
+    """Scores samples. `score` may raise, return nonsense or hang: the core isolates it, then sample by sample (jackfield.rewards)."""
 
     kind = "reward"
+    isolated: ClassVar[bool] = False
+    """True for rewards that bound their own time; the core gives up others after their `deadline`."""
 
     @abstractmethod
-    def score(self, records: Sequence[dict[str, Any]]) -> Sequence[float | None]:
-        """One finite score a record, in order; None or NaN where this record cannot be scored."""
+    def score(self, records: Sequence[dict[str, Any]]) -> Sequence[Any]:
+        """One finite score a record, in order; None, NaN or an exception where this record cannot be scored."""
 
 
 class Dataset(Component):

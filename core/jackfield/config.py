@@ -41,14 +41,20 @@ class RewardSpec(ComponentSpec):
     weight: float = 1.0
     """Factor in the sum of scores."""
     label: str | None = None
-    """Name in metrics and `batch.scores`; default: the component's name."""
+    """Name in metrics and `batch.scores`; default: the component's name, of `file.py:name` the last part."""
+    deadline: float = Field(default=600.0, gt=0)
+    """Seconds after which a call of a reward that does not bound its own time is given up."""
+    max_failures: int = Field(default=3, gt=0)
+    """Batches in a row of which more than half could not be scored: then the run stops."""
 
 
 def _reward(value: Any) -> Any:
     value = _spec(value)
-    if isinstance(value, dict) and isinstance(value.get("options"), dict):
-        own = {k: v for k, v in value["options"].items() if k in ("weight", "label")}
-        value = {**value, **own, "options": {k: v for k, v in value["options"].items() if k not in own}}
+    if isinstance(value, dict) and isinstance(value.get("options", {}), dict):
+        options = dict(value.get("options", {}))
+        own = {k: options.pop(k) for k in ("weight", "label", "deadline", "max_failures") if k in options}
+        label = str(options.get("function", value.get("name"))).rpartition(":")[2]
+        value = {"label": label, **value, **own, "options": options}
     return value
 
 

@@ -23,3 +23,7 @@ class CheckpointError(JackfieldError):
 
 class WorkerError(JackfieldError):
     """A worker or engine died or raised; carries the rank and the worker's own traceback."""
+
+
+class ScoreError(Exception):
+    """Why one sample has no score: a reward may return it in the score's place. Its text is shown as the traceback."""

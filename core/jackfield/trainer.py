@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from jackfield import checkpoint, registry, runner, stages
+from jackfield import checkpoint, registry, runner
 from jackfield.config import ComponentSpec, RunConfig
 from jackfield.errors import ConfigError
 from jackfield.hookspecs import hookimpl
@@ -35,7 +35,9 @@ class Trainer:
         self._register(config.rollout.name, registry.build("rollout", config.rollout))
         for reward in config.rewards:
             label = reward.label or reward.name
-            self._register(f"reward {label}", RewardHook(registry.build("reward", reward), label))
+            component = registry.build("reward", reward)
+            self._register(f"reward {label}", RewardHook(component, label, deadline=reward.deadline, max_failures=reward.max_failures))
+            self._register(f"hooks of reward {label}", component)
         if config.evaluate.every:
             self._register("evaluate", Evaluation(config))
         for kind, specs in (("tracker", config.trackers), ("hooks", config.hooks)):
@@ -140,6 +142,6 @@ class Evaluation:
         """One sample of each row at `evaluate.temperature`."""
         with run.sampling_as(temperature=self.settings.temperature, group_size=1):
             prompts = PromptStream(self.rows, 0).take(len(self.rows))
-            batch = stages.score(run, run.hook.rollout(run=run, prompts=prompts))
+            batch = runner.score(run, run.hook.rollout(run=run, prompts=prompts))
         assert batch.rewards is not None
         return {"reward": float(batch.rewards.mean())}

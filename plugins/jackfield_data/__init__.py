@@ -1,0 +1,1 @@
+"""Datasets: files (jsonl, parquet, hf), procedural tasks (reasoning_gym, arithmetic, copy)."""

@@ -1,0 +1,1 @@
+"""Rewards: your own Python function, and the usual rules (exact, regex, last_number, length, math, ...)."""

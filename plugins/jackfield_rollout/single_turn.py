@@ -1,0 +1,98 @@
+"""Rollout `single_turn`: one prompt, one response, `group_size` times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jackfield.batch import Batch, Prompt, Trajectory
+from jackfield.components import ComponentConfig, Request, Rollout, Sample
+from jackfield.hookspecs import hookimpl
+from jackfield_rollout.prompts import Encoded, PromptConfig, PromptEncoder, load_tokenizer
+from jackfield_rollout.seeds import gather, sample_seed
+
+
+class PromptedRollout(Rollout):
+    """What rollouts share: the tokenizer (set as `run.tokenizer`), prompts, and the hook."""
+
+    Config: type[ComponentConfig] = PromptConfig
+    config: Any
+    encoder: PromptEncoder
+
+    @hookimpl
+    def configure(self, run: Any) -> None:
+        """Load the tokenizer before any model is."""
+        path = run.config.policy.model.path
+        run.tokenizer = load_tokenizer(path)
+        self.encoder = PromptEncoder(self.config, path, run.tokenizer)
+
+    @hookimpl
+    def rollout(self, run: Any, prompts: Sequence[Prompt]) -> Batch:
+        """The `rollout` hook."""
+        return self.collect(run, prompts)
+
+    def select(self, run: Any, prompts: Sequence[Prompt]) -> list[Encoded]:
+        """Encoded prompts that fit; the others are counted in `rollout/overlong`."""
+        kept, dropped = self.encoder.select(prompts, run.sampling.max_new_tokens)
+        count(run, "rollout/overlong", dropped)
+        return kept
+
+
+class SingleTurn(PromptedRollout):
+    """Samples by one call of the engine. Samples that the engine aborted stay in the batch but are not trained on."""
+
+    def collect(self, run: Any, prompts: Sequence[Prompt]) -> Batch:
+        """See Rollout.collect. The batch keeps the order of `prompts`, whatever the order in which samples finish."""
+        encoded = self.select(run, prompts)
+        group = run.group_size
+        requests = [
+            Request(
+                id=e.prompt.id,
+                tokens=e.tokens,
+                seeds=tuple(sample_seed(run.seed, run.step, e.prompt.id * group + k) for k in range(group)),
+                sampling=run.sampling,
+            )
+            for e in encoded
+        ]
+        groups = gather(requests, run.policy.generate(requests))
+        texts = iter(run.tokenizer.batch_decode([s.tokens for samples in groups for s in samples], skip_special_tokens=True))
+        items = [_trajectory(e, s, next(texts)) for e, samples in zip(encoded, groups, strict=True) for s in samples]
+        return finished(run, items)
+
+
+def _trajectory(encoded: Encoded, sample: Sample, response: str) -> Trajectory:
+    before = len(encoded.tokens)
+    return Trajectory(
+        prompt=encoded.prompt,
+        tokens=[*encoded.tokens, *sample.tokens],
+        prompt_length=before,
+        sampled=[False] * before + [True] * len(sample.tokens),
+        log_probs=[0.0] * before + list(sample.log_probs),
+        versions=[-1] * before + list(sample.versions),
+        finish_reason=sample.finish_reason,
+        record=reward_record(encoded.prompt.record, encoded.text, response, len(sample.tokens), sample.finish_reason),
+    )
+
+
+def reward_record(row: dict[str, Any], text: str, response: str, response_tokens: int, finish_reason: str) -> dict[str, Any]:
+    """What rewards read: the row, `prompt` and `response` as text, `messages` where the row had them, and how the response ended."""
+    chat = {} if isinstance(row["prompt"], str) else {"messages": row["prompt"]}
+    own = {"prompt": text, "response": response, "response_tokens": response_tokens, "finish_reason": finish_reason}
+    return {**row, **chat, **own}
+
+
+def finished(run: Any, items: Sequence[Trajectory]) -> Batch:
+    """The batch of finished samples; aborted ones lose their loss mask and are counted in `rollout/aborted`."""
+    batch = Batch.from_trajectories(items, group_size=run.group_size)
+    aborted = [item.finish_reason == "abort" for item in items]
+    count(run, "rollout/aborted", sum(aborted))
+    if any(aborted):
+        mask = batch.loss_mask.clone()
+        mask[[i for i, bad in enumerate(aborted) if bad]] = False
+        batch = batch.replace(loss_mask=mask)
+    return batch
+
+
+def count(run: Any, name: str, number: int) -> None:
+    """Add to a counter of this step's metrics; a step may draw more than once."""
+    run.metrics[name] = run.metrics.get(name, 0.0) + number
