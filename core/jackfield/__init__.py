@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jackfield.algorithm import Algorithm as Algorithm
     from jackfield.algorithm import AlgorithmConfig as AlgorithmConfig
+    from jackfield.algorithm import ClippedAlgorithm as ClippedAlgorithm
+    from jackfield.algorithm import ClippedConfig as ClippedConfig
     from jackfield.algorithm import LossOutput as LossOutput
     from jackfield.algorithm import Needs as Needs
     from jackfield.batch import Batch as Batch
@@ -32,7 +34,7 @@ JACKFIELD_API = 1
 """Version of the plugin interface that this core speaks."""
 
 _HOMES = {
-    "algorithm": ("Algorithm", "AlgorithmConfig", "LossOutput", "Needs"),
+    "algorithm": ("Algorithm", "AlgorithmConfig", "ClippedAlgorithm", "ClippedConfig", "LossOutput", "Needs"),
     "batch": ("Batch",),
     "components": (
         *("Backend", "Component", "ComponentConfig", "Dataset", "Engine", "Launcher", "Outputs"),

@@ -28,8 +28,9 @@ class KLConfig(ComponentConfig):
     """Coefficient beta; 0 needs no reference policy."""
     place: Literal["loss", "reward"] = "loss"
     """Add it to the per-token loss, or subtract it from the reward of each token."""
-    estimator: Literal["k1", "k2", "k3", "k3+", "unbiased"] = "k3"
-    """k1, k2, k3 as in Schulman's note; `k3+` has k3's value with k2's gradient; `unbiased` has the exact gradient of KL(pi || ref)."""
+    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "unbiased"] = "k3"
+    """k1, k2, k3 as in Schulman's note, abs = |k1|; a `+` keeps the value and takes k2's gradient; `unbiased` has the exact value and
+    gradient of KL(pi || ref) in expectation, importance weight included."""
     target: float | None = Field(default=None, gt=0)
     """Adapt the coefficient towards this KL (arXiv 1909.08593, section 2.2); None keeps it fixed."""
     horizon: int = Field(default=10000, gt=0)
@@ -122,6 +123,10 @@ class Algorithm(Component):
         """Per-token loss of the critic, for algorithms whose `needs.values` is true."""
         raise NotImplementedError(f"{type(self).__name__} declares needs.values but no critic_loss")
 
+    def now(self, schedule: Schedule) -> float:
+        """A schedule's value at the step under way; on the workers too."""
+        return at(schedule, self.step)
+
     def prepare(self, batch: Batch) -> Batch:
         """Called on the controller for each whole mini-batch before it is split: the place for statistics over all its tokens."""
         return batch
@@ -136,8 +141,9 @@ class Algorithm(Component):
         if batch.ref_log_probs is not None:
             stats["kl"] = F.kl_estimate(outputs.log_probs.detach(), batch.ref_log_probs, "k3")
             if kl.place == "loss" and self.kl_coef:
-                loss = loss + self.kl_coef * F.kl_estimate(outputs.log_probs, batch.ref_log_probs, kl.estimator)
-        coef = at(self.config.entropy_coef, self.step)
+                estimate = F.kl_estimate(outputs.log_probs, batch.ref_log_probs, kl.estimator, batch.old_log_probs)
+                loss = loss + self.kl_coef * estimate
+        coef = self.now(self.config.entropy_coef)
         if outputs.entropy is not None:
             stats["entropy"] = outputs.entropy.detach()
             if coef:
@@ -175,6 +181,7 @@ class Algorithm(Component):
 
     @hookimpl(specname="update")
     def _update(self, run: Any, batch: Batch) -> dict[str, float]:
+        batch = batch[F.trained(batch)]
         totals: dict[str, list[float]] = {}
         for epoch in range(self.config.epochs):
             for mini in F.split_groups(batch, self.config.mini_batches, seed=hash((run.seed, run.step, epoch)) % 2**31):
@@ -190,3 +197,31 @@ class Algorithm(Component):
         if self.needs.reference:
             result["kl_coef"] = self.kl_coef
         return result
+
+
+class ClippedConfig(AlgorithmConfig):
+    """Settings of algorithms whose loss is PPO's clipped surrogate."""
+
+    clip_low: Schedule = 0.2
+    """The ratio pi / pi_old earns nothing below 1 - `clip_low`."""
+    clip_high: Schedule = 0.2
+    """The ratio pi / pi_old earns nothing above 1 + `clip_high`."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Most that a token of negative advantage may count, as a factor on it (dual-clip PPO); None: no bound."""
+
+
+class ClippedAlgorithm(Algorithm):
+    """Base of algorithms that differ in their advantage only: the loss is the clipped surrogate (functional.clipped_surrogate)."""
+
+    Config: type[ComponentConfig] = ClippedConfig
+
+    def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
+        """PPO's clipped loss; on the policy itself, where the ratio is 1, the plain policy gradient."""
+        assert outputs.log_probs is not None
+        assert batch.old_log_probs is not None
+        assert batch.advantages is not None
+        log_ratio = F.log_ratio(outputs.log_probs, batch.old_log_probs)
+        low, high, dual = self.now(self.config.clip_low), self.now(self.config.clip_high), self.config.dual_clip
+        loss, clipped, bounded = F.clipped_surrogate(log_ratio.exp(), batch.advantages, low, high, dual)
+        stats = {"clip_fraction": clipped, "policy_kl": -log_ratio}
+        return LossOutput(loss, stats if dual is None else stats | {"dual_clip_fraction": bounded})

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from pydantic import Field
+
 from jackfield.components import ComponentConfig
 
 
 class Ramp(ComponentConfig):
-    """From `start` to `end` over `steps` optimizer or training steps, then `end`."""
+    """From `start` to `end` over `steps`, then `end`. Learning rates count optimizer steps, everything else training steps."""
 
     start: float
     """Value at step 0."""
     end: float
     """Value from step `steps` on."""
-    steps: int
-    """Length of the ramp, in training steps; at least 1."""
+    steps: int = Field(gt=0)
+    """Length of the ramp, in the unit of whatever it is a schedule of."""
     shape: Literal["linear", "cosine"] = "linear"
     """Path between the two."""
 

@@ -1,0 +1,1 @@
+"""GRPO and its variants, one algorithm a file."""

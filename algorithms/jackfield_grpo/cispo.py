@@ -1,0 +1,60 @@
+"""CISPO, clipped importance-sampling policy optimisation: MiniMax-M1, arXiv 2506.13585.
+
+    loss = token-mean of -sg(clip(r, 1 - low, 1 + high)) A log pi,  r = pi / pi_old        (eq. 4 and 5)
+
+The weight is clipped, not the update: every token keeps a gradient. A as in GRPO. Departures: the paper names no values beyond "a large
+low"; here the weight has no lower bound and at most 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pydantic import Field
+from torch import Tensor
+
+from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
+from jackfield import functional as F
+from jackfield.schedule import Schedule
+
+
+def cispo_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """CISPO by token, [B, T] each, and a float mask of where the weight was clipped."""
+    ratio = F.log_ratio(log_probs, old_log_probs).exp().detach()
+    weight = ratio.clamp(1 - low, 1 + high)
+    return -weight * advantages * log_probs, (weight != ratio).to(ratio.dtype)
+
+
+class CISPO(Algorithm):
+    """Clipped importance-sampling policy optimisation."""
+
+    class Config(AlgorithmConfig):
+        """Settings of CISPO."""
+
+        clip_low: Schedule = 1.0
+        """Smallest weight is 1 - `clip_low`; 1: no lower bound."""
+        clip_high: Schedule = 4.0
+        """Largest weight is 1 + `clip_high`."""
+        eps: float = Field(default=1e-6, ge=0)
+        """Added to the group's standard deviation."""
+
+    config: Config
+
+    @property
+    def needs(self) -> Needs:
+        """Two samples a prompt."""
+        return dataclasses.replace(super().needs, min_group_size=2)
+
+    def advantage(self, batch: Batch) -> Batch:
+        """As in GRPO."""
+        rewards = F.outcomes(batch)
+        return F.with_advantages(batch, F.group_center(rewards, batch.group_ids, F.trained(batch), std=True, eps=self.config.eps))
+
+    def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
+        """REINFORCE with a clipped importance weight."""
+        assert outputs.log_probs is not None
+        assert batch.old_log_probs is not None
+        assert batch.advantages is not None
+        low, high = self.now(self.config.clip_low), self.now(self.config.clip_high)
+        loss, clipped = cispo_loss(outputs.log_probs, batch.old_log_probs, batch.advantages, low=low, high=high)
+        return LossOutput(loss, {"clip_fraction": clipped, "policy_kl": batch.old_log_probs - outputs.log_probs})

@@ -1,0 +1,37 @@
+"""Dr. GRPO, GRPO done right: Liu et al., arXiv 2503.20783.
+
+    A[i] = r[i] - mean(r), over the group; loss = sum over tokens / (fixed_length * samples)    (section 3.2)
+
+Neither the group's standard deviation (which favours prompts that are nearly solved or nearly hopeless) nor the sample's own length
+(which favours long wrong answers) divides anything. Departures: none; `fixed_length` defaults to `sampling.max_new_tokens`, the paper's
+generation budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
+from jackfield import functional as F
+from jackfield.algorithm import Reduction
+
+
+class DrGRPO(ClippedAlgorithm):
+    """GRPO without its two biases."""
+
+    class Config(ClippedConfig):
+        """Settings of Dr. GRPO."""
+
+        reduction: Reduction = "seq-mean-token-sum-norm"
+        """How per-token losses become one number; the sum over tokens by `fixed_length`."""
+
+    config: Config
+
+    @property
+    def needs(self) -> Needs:
+        """Two samples a prompt."""
+        return dataclasses.replace(super().needs, min_group_size=2)
+
+    def advantage(self, batch: Batch) -> Batch:
+        """Rewards less the group's mean."""
+        return F.with_advantages(batch, F.group_center(F.outcomes(batch), batch.group_ids, F.trained(batch)))

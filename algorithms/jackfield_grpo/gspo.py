@@ -1,0 +1,68 @@
+"""GSPO, group sequence policy optimisation: Zheng et al., arXiv 2507.18071.
+
+    s[i] = (pi(y[i]) / pi_old(y[i]))^(1 / |y[i]|) = exp(mean over tokens of log(pi / pi_old))                  (eq. 7)
+    s[i, t] = sg(s[i]) pi[i, t] / sg(pi[i, t]): the value of s[i], the gradient through each token's own pi   (GSPO-token, eq. 14)
+    loss = mean over samples of the mean over tokens of max(-A s[i, t], -A clip(s[i, t], 1 - low, 1 + high))   (eq. 5, 13)
+
+With one advantage a sample GSPO-token has GSPO's value and gradient. A as in GRPO. Departures: none; clip ratios are the paper's
+(3e-4 and 4e-4: a mean over tokens moves far less than a token).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pydantic import Field
+from torch import Tensor
+
+from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
+from jackfield import functional as F
+from jackfield.algorithm import Reduction
+from jackfield.schedule import Schedule
+
+
+def gspo_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """GSPO-token by token, [B, T] each, and a float mask of where the clip counted."""
+    sequence = F.sequence_mean(log_probs - old_log_probs, mask).clamp(max=F.LOG_RATIO_LIMIT)
+    ratio = (log_probs - log_probs.detach() + sequence.detach()).exp()
+    loss, clipped, _ = F.clipped_surrogate(ratio, advantages, low, high)
+    return loss, clipped
+
+
+class GSPO(Algorithm):
+    """Group sequence policy optimisation."""
+
+    class Config(AlgorithmConfig):
+        """Settings of GSPO."""
+
+        reduction: Reduction = "seq-mean-token-mean"
+        """How per-token losses become one number; the paper's mean over samples."""
+        clip_low: Schedule = 3e-4
+        """The sequence's ratio earns nothing below 1 - `clip_low`."""
+        clip_high: Schedule = 4e-4
+        """The sequence's ratio earns nothing above 1 + `clip_high`."""
+        eps: float = Field(default=1e-6, ge=0)
+        """Added to the group's standard deviation."""
+
+    config: Config
+
+    @property
+    def needs(self) -> Needs:
+        """Two samples a prompt."""
+        return dataclasses.replace(super().needs, min_group_size=2)
+
+    def advantage(self, batch: Batch) -> Batch:
+        """As in GRPO."""
+        rewards = F.outcomes(batch)
+        return F.with_advantages(batch, F.group_center(rewards, batch.group_ids, F.trained(batch), std=True, eps=self.config.eps))
+
+    def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
+        """The clipped loss of the sequence's ratio."""
+        assert outputs.log_probs is not None
+        assert batch.old_log_probs is not None
+        assert batch.advantages is not None
+        low, high = self.now(self.config.clip_low), self.now(self.config.clip_high)
+        loss, clipped = gspo_loss(outputs.log_probs, batch.old_log_probs, batch.advantages, batch.loss_mask, low=low, high=high)
+        return LossOutput(loss, {"clip_fraction": clipped, "policy_kl": batch.old_log_probs - outputs.log_probs})

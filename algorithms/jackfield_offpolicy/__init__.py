@@ -1,0 +1,1 @@
+"""Correction for the gap between the policy that sampled and the policy that trains."""

@@ -1,0 +1,1 @@
+"""REINFORCE and its relatives, one algorithm a file."""
