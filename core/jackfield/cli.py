@@ -131,7 +131,7 @@ def _show(model: Any, values: Any, named: Any, changed: set[str], prefix: str) -
         kinds = [getattr(k, "__origin__", k) for k in (field.annotation, *getattr(field.annotation, "__args__", ()))]
         inner = next((k for k in kinds if hasattr(k, "model_fields")), None)
         mentioned = isinstance(named, dict) and name in named
-        if inner is not None and inner.__name__ not in ("ComponentSpec", "ModelConfig", "Ramp"):
+        if inner is not None and not isinstance(value, list) and inner.__name__ not in ("ComponentSpec", "ModelConfig", "Ramp"):
             click.echo(f"{path}:  # {field.description}")
             _show(inner, value, named.get(name) if mentioned else None, changed, f"{path}.")
             continue

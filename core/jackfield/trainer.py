@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from jackfield import checkpoint, registry, runner
+from jackfield import checkpoint, registry, runner, stages
 from jackfield.config import ComponentSpec, RunConfig
 from jackfield.errors import ConfigError
 from jackfield.hookspecs import hookimpl
@@ -142,6 +142,6 @@ class Evaluation:
         """One sample of each row at `evaluate.temperature`."""
         with run.sampling_as(temperature=self.settings.temperature, group_size=1):
             prompts = PromptStream(self.rows, 0).take(len(self.rows))
-            batch = runner.score(run, run.hook.rollout(run=run, prompts=prompts))
+            batch = stages.score(run, run.hook.rollout(run=run, prompts=prompts))
         assert batch.rewards is not None
         return {"reward": float(batch.rewards.mean())}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from jackfield.errors import ConfigError
-from jackfield_reshard.boxes import Box, elements, intersect, subtract
+from jackfield_reshard.boxes import Box, intersect, subtract
 from jackfield_reshard.canonical import Piece
 
 T = TypeVar("T")
@@ -37,18 +36,3 @@ def cover(need: Box, held: Sequence[T], box: Callable[[T], Box]) -> tuple[list[t
         if not missing:
             break
     return found, missing
-
-
-def uncovered(piece: Piece, missing: Sequence[Box], names: Mapping[str, object]) -> ConfigError:
-    """The error for a destination piece that no source holds."""
-    if piece.name not in names:
-        return ConfigError(
-            f"weight {piece.name}: the engine needs it and the training backend has no such tensor (it has {len(names)} others, "
-            f"such as {next(iter(names), 'none')}); both sides must be the same model"
-        )
-    offset, size = missing[0]
-    count = sum(elements(box) for box in missing)
-    return ConfigError(
-        f"weight {piece.name}: no source shard covers offset {list(offset)} size {list(size)} of {list(piece.shape)} "
-        f"({count} of the {elements(piece.box)} elements that this rank needs); the backend's shards() must cover the whole tensor"
-    )

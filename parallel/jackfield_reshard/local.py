@@ -1,4 +1,4 @@
-"""Resharding inside one process: share storage where both sides keep the same layout, copy the rest."""
+"""Views: parts of shards' tensors, and one side's shards seen in the other side's storage."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from jackfield.shard import Shard
 from jackfield_reshard.boxes import Box, contains
 from jackfield_reshard.canonical import Piece, align
-from jackfield_reshard.copies import same_storage
-from jackfield_reshard.cover import by_name, cover, uncovered
+from jackfield_reshard.cover import by_name
 
 
 @dataclass(frozen=True)
@@ -30,18 +29,6 @@ class Part:
             if n != view.shape[dimension]:
                 view = view.narrow(dimension, at - self.piece.offset[dimension], n)
         return view
-
-
-def pairs(source: Sequence[Piece], destination: Sequence[Piece]) -> list[tuple[Part, Part]]:
-    """(destination part, source part) for every element that the destination needs. Raises ConfigError where one is not held."""
-    held = by_name(source)
-    out = []
-    for need in destination:
-        found, missing = cover(need.box, held.get(need.name, ()), lambda piece: piece.box)
-        if missing:
-            raise uncovered(need, missing, held)
-        out.extend((Part(need, box), Part(piece, box)) for piece, box in found)
-    return out
 
 
 def views_in(wanted: Sequence[Shard], owner: Sequence[Shard]) -> list[Shard | None]:
@@ -82,20 +69,3 @@ def _view(shard: Shard, want: Piece, held: dict[str, list[Piece]], owner: Sequen
             except RuntimeError:  # merging interleaved dimensions is not a view
                 return None
     return None
-
-
-def split_aliased(
-    moves: Sequence[tuple[Part, Part]], source: Sequence[Shard], destination: Sequence[Shard]
-) -> tuple[int, list[Tensor], list[Tensor]]:
-    """Bytes that both sides already share, and the (targets, sources) views of the rest."""
-    shared = 0
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for to, origin in moves:
-        target, view = to.view(destination), origin.view(source)
-        if same_storage(target, view):
-            shared += target.numel() * target.element_size()
-        else:
-            targets.append(target)
-            sources.append(view)
-    return shared, targets, sources

@@ -1,19 +1,26 @@
-"""Transports for a backend and an engine in one process: `alias`, `local`, and `auto`, which takes the cheapest that works."""
+"""Transports: `auto` takes for every weight the cheapest way that works; `alias`, `local` and `p2p` insist on one way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from pydantic import Field
 
 from jackfield.components import Backend, ComponentConfig, Engine, Transport, WorkerContext
 from jackfield.errors import ConfigError
 from jackfield.shard import Shard, SyncReport
-from jackfield_reshard.canonical import align
 from jackfield_reshard.copies import CopyList, same_storage
-from jackfield_reshard.local import pairs, split_aliased, views_in
+from jackfield_reshard.exchange import Agreement, agree
+from jackfield_reshard.local import Part, views_in
+from jackfield_reshard.verify import verify
+from jackfield_reshard.wire import Wire
+
+PHASES = ("pause", "plan", "copy", "wire", "load", "resume")
 
 
 @contextmanager
@@ -26,118 +33,195 @@ def phase(report: SyncReport, name: str, device: torch.device) -> Iterator[None]
     report.seconds[name] = report.seconds.get(name, 0.0) + perf_counter() - begin
 
 
-def nbytes(shards: Sequence[Shard]) -> int:
-    """Bytes of the shards' boxes in their own types."""
-    total = 0
-    for shard in shards:
-        count = getattr(torch, shard.dtype).itemsize
-        for n in shard.size:
-            count *= n
-        total += count
-    return total
+def adopt(source: Backend, destination: Engine) -> list[Shard] | None:
+    """Make both sides of a process share storage as far as they can.
 
-
-def adopt(source: Backend, destination: Engine) -> bool:
-    """Make both sides share storage as far as they can; True if the engine took all of it from the backend.
-
-    First the engine is asked to serve from the backend's storage; else the backend to train in the engine's, for all its
-    shards that the engine holds in the same layout and type.
+    First the engine is asked to serve from the backend's storage, which needs all of it: then the engine's shards in that storage are
+    returned. Else the backend is asked to train in the engine's, with those of its shards that the engine holds in the same layout
+    and type; returns None.
     """
     have, need = source.shards(), destination.shards()
-    views = views_in(need, have)
-    if all(view is not None for view in views) and destination.adopt([view for view in views if view is not None]):
-        return True
+    views = [view for view in views_in(need, have) if view is not None]
+    if len(views) == len(need) and destination.adopt(views):
+        return views
     if any(shard.tensor is not None for shard in need):
         inside = [view for view in views_in(have, need) if view is not None]
         if inside:
             source.adopt(inside)
-    return False
+    return None
 
 
-class Local(Transport):
-    """Copies every weight within the device, in batches of strided copies (on CUDA a captured graph)."""
+class Resharding(Transport):
+    """What all transports between processes and devices share: plan once, then run the compiled plan at every sync."""
 
     class Config(ComponentConfig):
-        """Settings of `local`."""
+        """Settings of every resharding transport."""
 
         graph: bool = True
-        """Capture the copies as a CUDA graph, where there is CUDA."""
+        """Capture the copies on a device as a CUDA graph, where there is CUDA."""
+        bucket_bytes: int = Field(default=256 << 20, gt=0)
+        """Memory of all transfer buffers of a rank together, in bytes; allocated once."""
+        verify: bool = False
+        """Compare checksums of both sides after every sync (reads all weights once more)."""
 
-    def connect(self, source: Backend, destination: Engine, context: WorkerContext) -> None:
+    shares = False
+    """Whether storage may be shared."""
+
+    def connect(self, source: Backend | None, destination: Engine | None, context: WorkerContext) -> None:
+        """Plan once (collective). A worker of a separate trainer has no engine and one of a separate engine no backend: None."""
         begin = perf_counter()
         self.source, self.destination, self.context = source, destination, context
-        self.shared_bytes: int | None = None
-        self._share()
-        self._compile()
+        self.group: Any = getattr(context, "group", None)
+        self._pool: dict[tuple[str, int, int], torch.Tensor] = {}
+        have, need = self._sides()
+        self.agreement = agree(
+            None if source is None else have,
+            None if destination is None else need,
+            context.world_size,
+            self.group,
+            self._problem(have, need),
+        )
+        self._check(self.agreement)
+        self._compile(have, need)
         self._plan_seconds = perf_counter() - begin
 
-    def _share(self) -> None:
-        """Nothing is shared by `local`; subclasses try."""
+    def _sides(self) -> tuple[list[Shard], list[Shard]]:
+        """Both sides' shards, after sharing what may be shared."""
+        shared = adopt(self.source, self.destination) if self.shares and self.source and self.destination else None
+        have = self.source.shards() if self.source else []
+        need = self.destination.shards() if self.destination and shared is None else shared or []
+        self._stamp = self._pointers()
+        return have, need
 
-    def _compile(self) -> None:
-        have, need = self.source.shards(), self.destination.shards()
-        self._stamp = self._pointers(have, need)
-        if self.shared_bytes is not None:
-            self._aliased, self._copies = self.shared_bytes, CopyList([], [])
-            return
-        (mine,), (theirs,) = align([have], [need])
-        moves = pairs(mine, theirs)
-        for shard in need:
-            if shard.tensor is None:
-                raise ConfigError(
-                    f"weight {shard.name}: {type(self.destination).__name__} can only adopt the backend's storage, and "
-                    f"{type(self.source).__name__} holds {self._other(shard.name, have)}; give both the same dtype and layout"
-                )
-        self._aliased, targets, sources = split_aliased(moves, have, need)
-        self._copies = CopyList(targets, sources, graph=getattr(self.config, "graph", True))
+    def _problem(self, have: Sequence[Shard], need: Sequence[Shard]) -> str | None:
+        locked = next((shard for shard in need if shard.tensor is None), None)
+        if locked is None:
+            return None
+        held = next((f"it as {s.dtype} {list(s.size)} of {list(s.shape)}" for s in have if s.name == locked.name), "no tensor of that name")
+        return (
+            f"weight {locked.name}: {type(self.destination).__name__} can only adopt the backend's storage, as {locked.dtype} "
+            f"{list(locked.size)}, and {type(self.source).__name__} holds {held}; give both the same dtype and layout"
+        )
 
-    @staticmethod
-    def _other(name: str, have: Sequence[Shard]) -> str:
-        return next((f"it as {s.dtype} {list(s.size)} of {list(s.shape)}" for s in have if s.name == name), "no tensor of that name")
+    def _check(self, agreement: Agreement) -> None:
+        """Raise ConfigError where this transport cannot carry out the plan."""
 
-    @staticmethod
-    def _pointers(*sides: Sequence[Shard]) -> list[int]:
-        """Where the storages are: when they move (offload and onload), the copies are compiled again."""
-        return [0 if s.tensor is None else s.tensor.data_ptr() for side in sides for s in side]
+    def _pointers(self) -> list[int]:
+        """Where the storages are: when they move (offload and onload), views are taken again."""
+        sides = [side.shards() for side in (self.source, self.destination) if side is not None]
+        return [0 if shard.tensor is None else shard.tensor.data_ptr() for side in sides for shard in side]
+
+    def _compile(self, have: Sequence[Shard], need: Sequence[Shard]) -> None:
+        agreement, self._aliased = self.agreement, 0
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        self._unshared: tuple[Part, Part] | None = None
+        if agreement.source is not None and agreement.destination is not None:
+            for move in agreement.plan.moves(source=agreement.source, destination=agreement.destination):
+                if move.tier:
+                    continue
+                origin = agreement.origin(move.name, move.box)
+                view = origin.view(have)
+                for part in agreement.targets(move.name, move.box):
+                    target = part.view(need)
+                    if same_storage(target, view):
+                        self._aliased += target.numel() * target.element_size()
+                    else:
+                        self._unshared = self._unshared or (part, origin)
+                        targets.append(target)
+                        sources.append(view)
+        self._copies = CopyList(targets, sources, self.config.graph)
+        self._wire = Wire(agreement, have, need, self.context.device, self.config.bucket_bytes, self.group, self._pool)
+        self._views = have, need
 
     def sync(self, version: int) -> SyncReport:
-        report = SyncReport(version)
-        with phase(report, "pause", self.context.device):
+        report, device = SyncReport(version), self.context.device
+        with phase(report, "pause", device):
             pass  # waits for the device: the last optimizer step may still be running
-        begin = perf_counter()
-        if self._pointers(self.source.shards(), self.destination.shards()) != self._stamp:
-            self._share()
-            self._compile()
-        report.seconds["plan"] = self._plan_seconds + perf_counter() - begin
+        with phase(report, "plan", device):
+            if self._pointers() != self._stamp:
+                self._compile(*self._sides())
+        report.seconds["plan"] += self._plan_seconds
         self._plan_seconds = 0.0
-        with phase(report, "copy", self.context.device):
-            self._copies.run()
-        report.bytes_aliased, report.bytes_copied = self._aliased, self._copies.bytes
-        with phase(report, "resume", self.context.device):
-            self.destination.weights_updated(version)
+        self._move(report)
+        if self.config.verify:
+            with phase(report, "load", device):
+                verify(self.agreement, *self._views, self.context.world_size, self.group)
+        if self.destination is not None:
+            with phase(report, "resume", device):
+                self.destination.weights_updated(version)
+        return self._summed(report)
+
+    def _move(self, report: SyncReport) -> None:
+        """Run the copies while the first transfers are under way."""
+        device = self.context.device
+
+        def copy() -> None:
+            with phase(report, "copy", torch.device("cpu") if self._wire.rounds else device):
+                self._copies.run()
+
+        with phase(report, "wire", device):
+            self._wire.run(copy)
+        report.seconds["wire"] -= report.seconds["copy"]
+        report.bytes_aliased, report.bytes_copied, report.bytes_sent = self._aliased, self._copies.bytes, self._wire.bytes
+
+    def _summed(self, report: SyncReport) -> SyncReport:
+        """The report of the whole group: seconds of the slowest rank, bytes of all ranks."""
+        if self.context.world_size == 1:
+            return report
+        seconds = torch.tensor([report.seconds.get(name, 0.0) for name in PHASES], dtype=torch.float64, device=self.context.device)
+        amounts = torch.tensor([report.bytes_aliased, report.bytes_copied, report.bytes_sent], device=self.context.device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(amounts, group=self.group)
+        report.seconds = dict(zip(PHASES, seconds.tolist(), strict=True))
+        report.bytes_aliased, report.bytes_copied, report.bytes_sent = (int(n) for n in amounts)
         return report
 
 
-class Auto(Local):
-    """Shares what can be shared, copies the rest."""
+class Auto(Resharding):
+    """Shares storage where both sides keep a weight alike, copies what is on the device, and sends only what is missing."""
 
-    def _share(self) -> None:
-        if adopt(self.source, self.destination):
-            self.shared_bytes = nbytes(self.destination.shards())
+    shares = True
+
+
+class P2P(Resharding):
+    """Never shares: copies on the device, and sends what is missing between processes (gloo, NCCL)."""
+
+
+class Local(Resharding):
+    """Copies every weight within the device; an error where a rank does not hold all that its engine needs."""
+
+    def _check(self, agreement: Agreement) -> None:
+        if sent := agreement.plan.bytes_sent:
+            raise ConfigError(
+                f"transport local: {sent:,} of {sent + agreement.plan.bytes_local:,} bytes are on other ranks than need them; "
+                "use transport auto or p2p, which send them"
+            )
 
 
 class Alias(Auto):
     """Shares everything, or says what stands in the way."""
 
-    def _compile(self) -> None:
-        super()._compile()
-        if self._copies.bytes:
-            have, need = self.source.shards(), self.destination.shards()
-            (mine,), (theirs,) = align([have], [need])
-            to, origin = next(m for m in pairs(mine, theirs) if not same_storage(m[0].view(need), m[1].view(have)))
-            engine, backend = need[to.piece.shard], have[origin.piece.shard]
+    def _check(self, agreement: Agreement) -> None:
+        if sent := agreement.plan.bytes_sent:
             raise ConfigError(
+                f"transport alias: {sent:,} of {sent + agreement.plan.bytes_local:,} bytes are on other ranks than need them; "
+                "use transport auto, which sends them"
+            )
+
+    def _compile(self, have: Sequence[Shard], need: Sequence[Shard]) -> None:
+        super()._compile(have, need)
+        problem = None
+        if self._unshared is not None:
+            engine, backend = need[self._unshared[0].piece.shard], have[self._unshared[1].piece.shard]
+            problem = (
                 f"transport alias: {self._copies.bytes:,} of {self._copies.bytes + self._aliased:,} bytes cannot be shared, such as "
                 f"{engine.name} (engine {engine.dtype} {list(engine.size)}; backend {backend.name} {backend.dtype} {list(backend.size)}); "
                 "use transport auto, which copies them"
             )
+        problems = [problem]
+        if self.context.world_size > 1:  # every rank must learn of it, or the others would wait in the first sync
+            problems = problems * self.context.world_size
+            dist.all_gather_object(problems, problem, group=self.group)
+        if found := next((text for text in problems if text), None):
+            raise ConfigError(found)

@@ -37,7 +37,7 @@ END = 1
 
 
 class FakeBackend(Backend):
-    """logits of token t = table[token t - 1]; the value head is a second table."""
+    """logits of token t = table[token t - 1]; the value head is a second table. Several workers are data parallel."""
 
     Config = BackendConfig
 
@@ -46,12 +46,12 @@ class FakeBackend(Backend):
         generator = torch.Generator().manual_seed(context.seed)
         width = 1 if model.head == "value" else VOCABULARY
         self.table = torch.nn.Parameter(torch.randn(VOCABULARY, width, generator=generator) * 0.1)
-        self.optimizer, self.steps = optimizer, 0
+        self.optimizer, self.steps, self.context = optimizer, 0, context
 
     @property
     def position(self) -> Position:
-        """Alone."""
-        return Position()
+        """Every worker has a share of the batch."""
+        return Position(self.context.rank, self.context.world_size)
 
     def _outputs(self, batch: Batch, request: OutputRequest) -> Outputs:
         rows = self.table[batch.tokens[:, :-1]]
@@ -81,6 +81,8 @@ class FakeBackend(Backend):
     def optimizer_step(self) -> dict[str, float]:
         """See Backend."""
         gradient = torch.zeros_like(self.table) if self.table.grad is None else self.table.grad
+        if self.context.world_size > 1:
+            torch.distributed.all_reduce(gradient)
         norm, rate = float(gradient.norm()), at(self.optimizer.lr, self.steps)
         self.table.sub_(rate * gradient)
         self.steps += 1
@@ -98,7 +100,8 @@ class FakeBackend(Backend):
 
     def save(self, folder: Path) -> None:
         """See Backend."""
-        torch.save({"table": self.table.data, "steps": self.steps}, folder / "table.pt")
+        if self.context.rank == 0:
+            torch.save({"table": self.table.data, "steps": self.steps}, folder / "table.pt")
 
     def load(self, folder: Path) -> None:
         """See Backend."""
@@ -118,6 +121,12 @@ class FakeEngine(Engine):
 
     def setup(self, model: Any, context: WorkerContext) -> None:
         """Nothing to load."""
+        self.context = context
+
+    @property
+    def position(self) -> Position:
+        """Every worker is a replica."""
+        return Position(self.context.rank, self.context.world_size)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Sample]:
         """See Engine; one generator for each sample, so that a batch's make-up does not matter."""

@@ -1,0 +1,124 @@
+"""Log-probs, entropy and sum of squared probabilities of a sampling distribution, in memory that does not grow with tokens x vocabulary.
+
+Logits are worked on in chunks of tokens, forward and (recomputed) backward, in float32 whatever their type.
+N tokens, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jackfield.components import OutputRequest, Outputs
+
+_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+_TOP = 256
+"""Candidates in which the nucleus is looked for before all of the vocabulary is sorted."""
+
+
+def truncate(scores: Tensor, top_p: float, top_k: int, keep: Tensor | None = None) -> Tensor:
+    """`scores` (float32 [N, V], already divided by the temperature) with -inf outside top-k, then top-p of what top-k left.
+
+    Tokens that tie with the last kept one are kept. `keep` int64 [N] names a token of each row that is kept in any case.
+    """
+    vocabulary = scores.shape[-1]
+    if not 0 < top_k < vocabulary and top_p >= 1:
+        return scores
+    kept = None if keep is None else scores.gather(-1, keep[:, None])
+    if 0 < top_k < vocabulary:
+        best = scores.topk(top_k).values
+        scores = scores.masked_fill(scores < best[:, -1:], -torch.inf)
+    if top_p < 1:
+        total = scores.logsumexp(-1, keepdim=True)
+        if not 0 < top_k < vocabulary:
+            best = scores.topk(min(_TOP, vocabulary)).values
+        reached = (best - total).exp_().cumsum(-1)
+        if bool((reached[:, -1] < top_p).any()) and best.shape[-1] < vocabulary:
+            best = scores.sort(descending=True).values
+            reached = (best - total).exp_().cumsum(-1)
+        last = (reached < top_p).sum(-1, keepdim=True).clamp_(max=best.shape[-1] - 1)
+        scores = scores.masked_fill(scores < best.gather(-1, last), -torch.inf)
+    return scores if keep is None or kept is None else scores.scatter(-1, keep[:, None], kept)
+
+
+def token_stats(logits: Tensor, labels: Tensor, request: OutputRequest) -> Outputs:
+    """What `request` asks for, float32 [N] each, from `logits` [N, V] of any float type; `labels` int64 [N]."""
+    return _outputs(request, logits, None, None, labels)
+
+
+def log_probs_from_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, request: OutputRequest, bias: Tensor | None = None) -> Outputs:
+    """As `token_stats` for the logits `hidden @ weight.T + bias`, which are never all in memory.
+
+    `hidden` [N, H], `weight` [V, H], `bias` [V]: differentiable, of one type; the products are taken in that type, all else in float32.
+    """
+    return _outputs(request, hidden, weight, bias, labels)
+
+
+def _outputs(request: OutputRequest, *inputs: Tensor | None) -> Outputs:
+    stats = _TokenStats.apply(*inputs, request)  # type: ignore[no-untyped-call]
+    return Outputs(stats[0], stats[1] if request.entropy else None, stats[2] if request.sum_pi_squared else None)
+
+
+def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
+    size = max(1, _CHUNK_BYTES.get(device.type, 256 << 20) // (4 * vocabulary))
+    return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
+
+
+class _TokenStats(torch.autograd.Function):
+    """`x` is logits where `weight` is None, else hidden states. Nothing of size [N, V] is saved; backward computes logits again."""
+
+    @staticmethod
+    def scores(x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, request: OutputRequest) -> Tensor:
+        logits = x if weight is None else torch.nn.functional.linear(x, weight, bias)
+        scores = logits.float()
+        if request.temperature != 1:
+            scores = scores / request.temperature
+        return truncate(scores, request.top_p, request.top_k, labels)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, request: OutputRequest) -> Any:
+        ctx.save_for_backward(x, weight, bias, labels)
+        ctx.request = request
+        vocabulary = x.shape[-1] if weight is None else weight.shape[0]
+        log_probs, entropy, squares = x.new_zeros(3, len(x), dtype=torch.float32).unbind()
+        for rows in _chunks(len(x), vocabulary, x.device):
+            log_pi = _TokenStats.scores(x[rows], weight, bias, labels[rows], request).log_softmax(-1)
+            log_probs[rows] = log_pi.gather(-1, labels[rows, None])[:, 0]
+            if request.entropy or request.sum_pi_squared:
+                pi = log_pi.exp()
+                squares[rows] = pi.square().sum(-1)
+                entropy[rows] = pi.mul_(log_pi.clamp_(min=-1e30)).sum(-1).neg_()
+        return log_probs, entropy, squares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """With p the probabilities: d log_prob = onehot - p, d entropy = -p (log p + entropy), d sum = 2 p (p - sum)."""
+        x, weight, bias, labels = ctx.saved_tensors
+        request: OutputRequest = ctx.request
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_x = torch.empty_like(x) if need_x else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        vocabulary = x.shape[-1] if weight is None else weight.shape[0]
+        for rows in _chunks(len(x), vocabulary, x.device):
+            grad_log_prob, grad_entropy, grad_squares = (g[rows, None] for g in grads)
+            log_pi = _TokenStats.scores(x[rows], weight, bias, labels[rows], request).log_softmax(-1)
+            pi = log_pi.exp()
+            slope = -grad_log_prob
+            if request.entropy:
+                log_pi.clamp_(min=-1e30)
+                slope = slope - grad_entropy * (log_pi - (pi * log_pi).sum(-1, keepdim=True))
+            if request.sum_pi_squared:
+                slope = slope + 2 * grad_squares * (pi - pi.square().sum(-1, keepdim=True))
+            grad = pi.mul_(slope).scatter_add_(-1, labels[rows, None], grad_log_prob)
+            grad = grad.div_(request.temperature).to(x.dtype)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+            if grad_weight is not None:
+                grad_weight.add_(grad.t() @ x[rows]) if x.dtype != torch.float32 else grad_weight.addmm_(grad.t(), x[rows])
+            if grad_x is not None:
+                torch.mm(grad, weight, out=grad_x[rows]) if weight is not None else grad_x[rows].copy_(grad)
+        cast = [g if g is None else g.to(t.dtype) for g, t in ((grad_weight, weight), (grad_bias, bias))]
+        return grad_x, *cast, None, None

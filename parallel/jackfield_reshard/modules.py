@@ -1,0 +1,81 @@
+"""A PyTorch module's weights as shards, and moving a module onto given storage. For owners that hold whole Hugging Face tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from jackfield.shard import Shard
+
+
+def weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, is a buffer) of each parameter and persistent buffer; a tied one comes once, under the first of its names.
+
+    Names and shapes are those of the transformers module: experts may be stacked and fused, which `canonical` knows.
+    """
+    for name, parameter in module.named_parameters():
+        yield name, parameter, False
+    kept = module.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer, True) for name, buffer in module.named_buffers() if name in kept)
+
+
+def whole_shard(name: str, tensor: Tensor, buffer: bool = False) -> Shard:
+    """The shard of a tensor that one rank holds whole; metadata only where the tensor is on the meta device."""
+    shape = tuple(tensor.shape)
+    data = None if tensor.is_meta else tensor.detach()
+    return Shard(name, shape, (0,) * len(shape), shape, str(tensor.dtype).removeprefix("torch."), data, buffer)
+
+
+def module_shards(module: nn.Module) -> list[Shard]:
+    """Every parameter and persistent buffer, whole, as views of the module's own storage."""
+    return [whole_shard(name, tensor, buffer) for name, tensor, buffer in weights(module)]
+
+
+def adopt_into(module: nn.Module, shards: Sequence[Shard], *, replace: bool = False) -> bool:
+    """Re-point the module's weights to the shards' tensors; False, and nothing changed, unless they fit one to one.
+
+    They fit if every weight of the module has a whole shard of its name, shape and type; shards of other names are ignored. With
+    `replace` (needed to leave the meta device) parameters become new objects without gradients, otherwise they stay the objects that
+    an optimizer knows. Tied parameters stay tied.
+    """
+    given = {shard.name: shard for shard in shards}
+    plan = []
+    for name, tensor, buffer in weights(module):
+        shard = given.get(name)
+        if shard is None or shard.tensor is None or not shard.full or shard.tensor.shape != tensor.shape:
+            return False
+        if shard.tensor.dtype != tensor.dtype or not (replace or shard.tensor.device == tensor.device):
+            return False
+        plan.append((name, tensor, buffer, shard.tensor))
+    for name, tensor, buffer, storage in plan:
+        if buffer:
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner)._buffers[leaf] = storage
+        elif not replace:
+            tensor.data = storage
+        else:
+            _swap(module, tensor, nn.Parameter(storage, requires_grad=False))
+    return True
+
+
+def _swap(module: nn.Module, old: Tensor, new: nn.Parameter) -> None:
+    """Put `new` wherever `old` is registered."""
+    for part in module.modules():
+        for leaf, parameter in part._parameters.items():
+            if parameter is old:
+                part._parameters[leaf] = new
+
+
+def same_storage(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two views are the same elements of the same memory."""
+    if one is None or other is None or one.is_meta or other.is_meta:
+        return False
+    layout = (one.data_ptr(), one.shape, one.stride(), one.dtype) == (other.data_ptr(), other.shape, other.stride(), other.dtype)
+    return layout and one.device == other.device
+
+
+def materialise(tensor: Tensor, device: torch.device) -> nn.Parameter:
+    """Fresh, uninitialised storage for a parameter of the meta device."""
+    return nn.Parameter(torch.empty_like(tensor, device=device), requires_grad=False)

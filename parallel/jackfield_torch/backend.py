@@ -1,0 +1,197 @@
+"""Backend `torch`: one process, any Hugging Face causal LM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from jackfield.batch import Batch
+from jackfield.components import Backend, BackendConfig, Loss, LossSums, OutputRequest, Outputs, Position, WorkerContext
+from jackfield.config import ModelConfig, OptimizerConfig
+from jackfield.errors import CheckpointError, ConfigError
+from jackfield.shard import Shard
+from jackfield_reshard.modules import adopt_into, module_shards, weights
+from jackfield_torch.model import export_model, load_model
+from jackfield_torch.optimizer import MasterAdamW
+from jackfield_torch.scoring import Scorer
+
+
+class TorchConfig(BackendConfig):
+    """Settings of the backends on plain PyTorch."""
+
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Run micro-batches without padding, equal prompts once: where it saves tokens; always; never. The gradient is the same."""
+
+
+class TorchBackend(Backend):
+    """One process on one device; the whole model is here. The base of the sharded backends, which override where weights live."""
+
+    Config = TorchConfig
+    config: Any
+    optimizer: MasterAdamW | None
+
+    def setup(self, model: ModelConfig, optimizer: OptimizerConfig | None, context: WorkerContext) -> None:
+        """See Backend. Raises DataError on a bad folder, ConfigError where `packing: on` does not suit the architecture."""
+        self.model_config, self.context = model, context
+        self.model = load_model(model, seed=context.seed)
+        trained = optimizer is not None
+        self.model.requires_grad_(trained).train(trained)
+        if self.config.activation_checkpointing and trained:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        masters = self._place(trained)
+        self.optimizer = None
+        if optimizer is not None:
+            trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+            self.optimizer = self._optimizer(trainable, masters, optimizer)
+            torch.manual_seed(context.seed)
+
+    def _place(self, trained: bool) -> dict[str, Tensor]:
+        """Move the model to where it will run, in its type; returns float32 masters of trained weights that become narrower."""
+        dtype, device = getattr(torch, self.config.dtype), self.context.device
+        masters = {}
+        for name, parameter in self.model.named_parameters():
+            if trained and dtype != torch.float32:
+                masters[name] = parameter.data.to(device, torch.float32, copy=True)
+            parameter.data = parameter.data.to(device, dtype)
+        self.model.to(device)
+        self.scorer = self._scorer()
+        return masters
+
+    def _scorer(self) -> Scorer:
+        scorer = Scorer(self.model, value=self.model_config.head == "value")
+        if self.config.packing == "on" and not scorer.can_pack:
+            raise ConfigError(f"backend: packing is not possible with {type(self.model).__name__}; leave out `packing: on`")
+        return scorer
+
+    def _optimizer(self, trainable: dict[str, nn.Parameter], masters: dict[str, Tensor], config: OptimizerConfig) -> MasterAdamW:
+        return MasterAdamW(trainable, masters, config)
+
+    @property
+    def position(self) -> Position:
+        """Alone."""
+        return Position()
+
+    def _score(self, batch: Batch, mask: Tensor, request: OutputRequest) -> Outputs:
+        return self.scorer(batch, mask, request, pack={"auto": None, "on": True, "off": False}[self.config.packing])
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs]:
+        """See Backend. Tokens outside `response_mask` are not scored: their outputs are 0."""
+        with _evaluating(self.model):
+            return [self._score(batch, batch.response_mask, request) for batch in micro_batches]
+
+    def forward_backward(self, micro_batches: Sequence[Batch], loss: Loss) -> LossSums:
+        """See Backend."""
+        if self.optimizer is None:
+            raise ConfigError(f"role {self.context.role}: this model was set up without an optimizer and cannot be trained")
+        total = LossSums()
+        for batch in micro_batches:
+            value, sums = loss(self._score_to_train(batch, loss.request), batch)
+            if value.requires_grad:
+                value.backward()
+            total.add(sums)
+        return total
+
+    def _score_to_train(self, batch: Batch, request: OutputRequest) -> Outputs:
+        """Outputs with gradients; a micro-batch without a token to train on costs nothing here."""
+        if bool(batch.loss_mask[:, 1:].any()):
+            return self._score(batch, batch.loss_mask, request)
+        zeros = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
+        if self.model_config.head == "value":
+            return Outputs(values=zeros)
+        return Outputs(zeros, zeros if request.entropy else None, zeros if request.sum_pi_squared else None)
+
+    def optimizer_step(self) -> dict[str, float]:
+        """See Backend; `bad_gradients` is 1 where the gradient was not finite and the step was left out."""
+        assert self.optimizer is not None
+        return self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """See Backend."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def shards(self) -> list[Shard]:
+        """See Backend."""
+        return module_shards(self.model)
+
+    def adopt(self, shards: Sequence[Shard]) -> bool:
+        """See Backend."""
+        return adopt_into(self.model, shards)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model: weights by name, the masters where there are any."""
+        masters = {} if self.optimizer is None else self.optimizer.masters
+        return {name: masters.get(name, tensor).detach() for name, tensor, _ in weights(self.model)}
+
+    def save(self, folder: Path) -> None:
+        """Weights and optimizer as safetensors, the rest in `state.pt`. Raises CheckpointError."""
+        moments = {} if self.optimizer is None else self.optimizer.state()
+        steps = 0 if self.optimizer is None else self.optimizer.steps
+        state = {"steps": steps, "rng": torch.get_rng_state()}
+        if self.context.device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(self.context.device)
+        try:
+            save_file({n: t.contiguous() for n, t in self._tensors().items()}, folder / "model.safetensors")
+            save_file(moments, folder / "optimizer.safetensors")
+            torch.save(state, folder / "state.pt")
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise CheckpointError(f"{folder}: cannot be written ({error}); is the disk full?") from error
+
+    def load(self, folder: Path) -> None:
+        """See Backend. Values are copied into the storage in use, so what shares it sees them."""
+        try:
+            tensors = load_file(folder / "model.safetensors")
+            moments = load_file(folder / "optimizer.safetensors")
+            state = torch.load(folder / "state.pt", weights_only=True)
+        except (OSError, SafetensorError, RuntimeError, EOFError) as error:
+            raise CheckpointError(f"{folder}: cannot be read ({str(error).splitlines()[0]}); resume from another checkpoint") from error
+        mine = self._tensors()
+        different = sorted(n for n in {*mine, *tensors} if n not in mine or n not in tensors or mine[n].shape != tensors[n].shape)
+        if different:
+            raise CheckpointError(
+                f"{folder}: {len(different)} weights differ from the model's, first {different[0]}; is it another model's?"
+            )
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(tensors[name])
+            for name, tensor, _ in weights(self.model):
+                tensor.copy_(mine[name])
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+            self.optimizer.load_state(moments, state["steps"])
+        torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state and self.context.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.context.device)
+
+    def export(self, folder: Path) -> None:
+        """See Backend."""
+        export_model(self.model, self.model_config, folder)
+
+    def offload(self) -> int:
+        """Optimizer states to the host."""
+        return 0 if self.optimizer is None else self.optimizer.move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Optimizer states back to the device."""
+        if self.optimizer is not None:
+            self.optimizer.move(self.context.device)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off; afterwards every module is in the mode it was in."""
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

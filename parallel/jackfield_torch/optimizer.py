@@ -1,0 +1,117 @@
+"""AdamW over float32 masters, with the warm-up, schedule and clipping of OptimizerConfig."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jackfield.config import OptimizerConfig
+from jackfield.schedule import at
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """The rate of optimizer step `step`, counted from 0: the schedule, times (step + 1) / warmup until that reaches 1."""
+    return at(config.lr, step) * min(1.0, (step + 1) / max(config.warmup, 1))
+
+
+class MasterAdamW:
+    """Keeps float32 masters of parameters of another type, and gathers their gradients in float32 as they arrive.
+
+    Where parameters are float32 they are their own masters and nothing is copied. State is kept by parameter name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
+        """`masters`: float32 values by name for the parameters that are not float32."""
+        self.config = config
+        self.parameters = dict(parameters)
+        self.masters: dict[str, Tensor] = {n: masters.get(n, p) for n, p in self.parameters.items()}
+        self.narrow = [n for n, p in self.parameters.items() if self.masters[n] is not p]
+        for name in self.narrow:
+            self.parameters[name].register_post_accumulate_grad_hook(self._collect(self.masters[name]))
+        matrices = [m for m in self.masters.values() if m.dim() > 1]
+        vectors = [m for m in self.masters.values() if m.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=config.betas, eps=config.eps, fused=True)
+        self.steps = 0
+
+    @staticmethod
+    def _collect(master: Tensor) -> Any:
+        """A hook that moves a narrow gradient into the master's as soon as it is there, so that only one is held at a time."""
+
+        def hook(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+        return hook
+
+    def gradients(self) -> list[Tensor]:
+        """The accumulated gradients."""
+        return [m.grad for m in self.masters.values() if m.grad is not None]
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """Clip, step, write the masters back. A gradient that is not finite is dropped and counted instead (`bad_gradients`)."""
+        rate = learning_rate(self.config, self.steps)
+        gradients = self.gradients()
+        norm = float(self.norm(gradients)) if gradients else 0.0
+        metrics = {"grad_norm": norm, "learning_rate": rate, "bad_gradients": float(not math.isfinite(norm))}
+        if gradients and math.isfinite(norm):
+            if norm > self.config.max_grad_norm:
+                torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
+            for group in self.adam.param_groups:
+                group["lr"] = rate
+            self.adam.step()
+            if self.narrow:
+                torch._foreach_copy_([self.parameters[n].data for n in self.narrow], [self.masters[n] for n in self.narrow])
+        self.steps += 1
+        self.zero_grad()
+        return metrics
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Global L2 norm."""
+        return nn.utils.get_total_norm(gradients, foreach=True)
+
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradients."""
+        for tensor in (*self.parameters.values(), *self.masters.values()):
+            tensor.grad = None
+
+    def move(self, device: torch.device) -> int:
+        """Move moments and separate masters to `device`; returns the bytes that moved."""
+        moved = 0
+        for name, master in self.masters.items():
+            state = self.adam.state.get(master, {})
+            for key, value in state.items():
+                if value.dim() and value.device != device:
+                    state[key] = value.to(device)
+                    moved += value.nbytes
+            if name in self.narrow and master.device != device:
+                master.data = master.data.to(device)
+                moved += master.nbytes
+        return moved
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments by `exp_avg/NAME` and `exp_avg_sq/NAME`, and `step/NAME`; nothing for a parameter never stepped."""
+        found = {}
+        for name, master in self.masters.items():
+            for key, value in self.adam.state.get(master, {}).items():
+                found[f"{key}/{name}"] = value
+        return found
+
+    def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Restore `state`."""
+        self.steps = steps
+        self.adam.state.clear()
+        for key, value in state.items():
+            kind, _, name = key.partition("/")
+            master = self.masters[name]
+            # clone: views of a file must not be written to
+            self.adam.state[master][kind] = value.clone() if kind == "step" else value.to(master.device, copy=True)
