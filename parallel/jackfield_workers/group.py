@@ -13,7 +13,7 @@ from jackfield.errors import JackfieldError, WorkerError
 from jackfield_workers.host import Failure
 from jackfield_workers.wire import Packet, pack, receive, send, unpack
 
-GRACE = 10.0
+GRACE = 5.0
 """Seconds that the other ranks have to answer once one has failed, before they count as stuck in a collective and are ended."""
 
 

@@ -75,12 +75,12 @@ class Host:
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         how, _, address = seat.store.partition(":")
-        store: dist.Store
+        store: Any
         if how == "file":
-            store = dist.FileStore(address, seat.size)
+            store = torch.distributed.FileStore(address, seat.size)  # type: ignore[attr-defined]
         else:
             name, _, port = address.rpartition(":")
-            store = dist.TCPStore(name, int(port), seat.size, seat.rank == 0, timeout=timedelta(seconds=seat.timeout))
+            store = torch.distributed.TCPStore(name, int(port), seat.size, seat.rank == 0, timeout=timedelta(seconds=seat.timeout))  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=seat.timeout))
         self.worker = Worker(config, device, seat.rank, seat.size)
 

@@ -62,8 +62,9 @@ class _Packer(pickle.Pickler):
 def _batch(size: int, tensors: dict[str, Tensor], extras: dict[str, Tensor], scores: dict[str, Tensor] | None, records: list[Any]) -> Batch:
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+    fields: dict[str, Any] = dict(tensors)
     return Batch(
-        **tensors,
+        **fields,
         extras=TensorDict(extras, [size]),
         scores=None if scores is None else TensorDict(scores, [size]),
         records=NonTensorStack(*[NonTensorData(r) for r in records]) if records else [],
