@@ -324,6 +324,12 @@ class MegatronBackend(Backend):
         """Drop the accumulated gradient."""
         self.updater.zero_grad()
 
+    @_in_layout
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """The accumulated gradient of each parameter, for tests and diagnostics; collective, and only `zero_grad` may follow."""
+        result: dict[Tensor, Tensor] = self.updater.gradients()
+        return result
+
     # ---- checkpoints ------------------------------------------------------------------------------------------------
     @_in_layout
     def save(self, folder: Path) -> None:

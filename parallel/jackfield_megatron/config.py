@@ -25,7 +25,7 @@ class MegatronConfig(BackendConfig):
     ep: int = Field(default=1, ge=1)
     """Expert parallel size: experts are split over this many workers, taken from TP x CP x DP."""
     etp: int = Field(default=1, ge=1)
-    """Tensor parallel size inside one expert."""
+    """Tensor parallel size inside one expert (CUDA only: gloo exchanges equal sizes only)."""
     sequence_parallel: bool | None = None
     """Split norms and residuals over the TP workers along the sequence; default: whenever `tp` > 1."""
     distributed_optimizer: bool | None = None
@@ -36,14 +36,12 @@ class MegatronConfig(BackendConfig):
     """Reduce gradients while the last micro-batch's backward pass runs."""
     overlap_param_gather: bool = False
     """Gather updated weights during the next forward pass; needs `overlap_grad_reduce` and the distributed optimizer."""
-    recompute_modules: tuple[Literal["layernorm", "mlp", "moe", "moe_act"], ...] = ()
+    recompute_modules: tuple[Literal["mlp", "moe"], ...] = ()
     """Recompute only these in the backward pass. `activation_checkpointing` recomputes whole layers."""
     packing: bool | None = None
     """Put the samples of a micro-batch behind one another without padding; default: on CUDA in bfloat16 with `cp` 1."""
     logits_chunk: int = Field(default=1024, gt=0)
     """Token positions whose logits exist at one time."""
-    moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach their experts."""
     fused: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Linear layers and norms: Transformer Engine's where it is installed, otherwise torch's."""
     async_save: bool = False

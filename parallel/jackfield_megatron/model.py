@@ -87,7 +87,7 @@ def transformer_config(shape: Shape, options: MegatronConfig, layout: Layout, de
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_layer_freq": [int(sparse) for sparse in shape.moe_layers],
-            "moe_token_dispatcher_type": options.moe_dispatcher,
+            "moe_token_dispatcher_type": "alltoall",  # all-gather wants equal token counts on all ranks
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": layout.etp,
         }

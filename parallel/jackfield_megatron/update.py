@@ -152,9 +152,9 @@ class Updater:
         """The weights were written from outside: refresh the optimizer's float32 copies."""
         self.optimizer.reload_model_params()
 
-    def grads(self) -> dict[Tensor, Tensor]:
-        """Accumulated gradient by parameter, whole and reduced over DP (for tests and diagnostics; needs an undistributed optimizer)."""
-        finalize_model_grads(self.chunks, None)
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """Accumulated gradient by parameter, whole and reduced on every rank; only `zero_grad` may follow."""
+        finalize_model_grads(self.chunks, None, force_all_reduce=True)
         self._reduced = False
         return {p: p.main_grad for chunk in self.chunks for p in chunk.params_with_grad}
 
