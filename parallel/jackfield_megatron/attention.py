@@ -65,7 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
     """Causal attention on one rank: q [s, b, heads, d], k and v [s, b, groups, d]. Returns [s, b, heads x d]."""
-    s, b, heads, _ = q.shape
+    s, b = q.shape[:2]
     if geometry.cu_seqlens is None:
         out = _sdpa(q, k, v, is_causal=True)
     elif q.is_cuda and varlen_attn is not None and q.dtype in (torch.bfloat16, torch.float16):
@@ -129,7 +129,9 @@ def attend_context_parallel(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tens
 class SelfAttention(MegatronModule):
     """The layer's attention: projection, optional norms on Q and K, rotary embedding, attention, output projection."""
 
-    def __init__(self, config: Any, layer_number: int, linears: Any = None, norm: Any = RMSNorm, pg_collection: Any = None, **_: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, linears: Any = None, norm: Any = RMSNorm, pg_collection: Any = None, **_: Any
+    ) -> None:
         super().__init__(config=config)
         column, row = linears
         self.layer_number = layer_number

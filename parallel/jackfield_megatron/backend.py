@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
+
 from jackfield.batch import Batch
 from jackfield.components import Backend, Loss, LossSums, OutputRequest, Outputs, Position, WorkerContext
 from jackfield.config import ModelConfig, OptimizerConfig
 from jackfield.errors import ConfigError
 from jackfield.shard import Shard
-from torch import Tensor
-
 from jackfield_megatron import families, fused, placement, shim, weights
 from jackfield_megatron.config import Layout, MegatronConfig, resolve
 from jackfield_megatron.groups import Groups
@@ -199,7 +199,11 @@ class MegatronBackend(Backend):
             self.hf_config.dtype = getattr(torch, self.config.dtype)
             self.hf_config.save_pretrained(folder)
             for file in self.folder.iterdir():
-                if file.suffix in (".json", ".jinja", ".model", ".txt") and not (folder / file.name).exists() and "safetensors" not in file.name:
+                if (
+                    file.suffix in (".json", ".jinja", ".model", ".txt")
+                    and not (folder / file.name).exists()
+                    and "safetensors" not in file.name
+                ):
                     shutil.copyfile(file, folder / file.name)
 
     # ---- passes -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,9 @@ class Layout:
 
 def _divides(small: int, large: int, small_name: str, large_name: str, remedy: str) -> None:
     if large % small:
-        raise ConfigError(f"{large_name} ({large}) is not divisible by {small_name} ({small}): {large} % {small} = {large % small}; {remedy}")
+        raise ConfigError(
+            f"{large_name} ({large}) is not divisible by {small_name} ({small}): {large} % {small} = {large % small}; {remedy}"
+        )
 
 
 def resolve(config: MegatronConfig, world: int, shape: Any) -> Layout:
@@ -91,7 +93,9 @@ def resolve(config: MegatronConfig, world: int, shape: Any) -> Layout:
     heads, groups = shape.heads, shape.kv_heads
     _divides(config.tp, heads, "tp", "attention heads", "choose a tp that divides the heads")
     if groups % config.tp and config.tp % groups:
-        raise ConfigError(f"key/value heads ({groups}) and tp ({config.tp}) must divide one another: {groups} % {config.tp} = {groups % config.tp}")
+        raise ConfigError(
+            f"key/value heads ({groups}) and tp ({config.tp}) must divide one another: {groups} % {config.tp} = {groups % config.tp}"
+        )
     _divides(config.tp, shape.ffn, "tp", "intermediate size", "choose a tp that divides it")
     parts = config.pp * config.vpp
     if shape.layers < parts:

@@ -107,9 +107,7 @@ MIXTRAL_EXPERTS = _experts(
     "block_sparse_moe.experts.{e}.w3.weight",
     "block_sparse_moe.experts.{e}.w2.weight",
 )
-QWEN_EXPERTS = _experts(
-    "", "mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight", "mlp.experts.{e}.down_proj.weight"
-)
+QWEN_EXPERTS = _experts("", "mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight", "mlp.experts.{e}.down_proj.weight")
 
 FAMILIES = {
     "llama": NORMS + ATTENTION + MLP,
@@ -151,7 +149,18 @@ class Shape:
         """Sizes by the names used in the tables."""
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         x = self.expert_ffn
-        return {"v": self.vocab, "h": self.hidden, "q": q, "k": k, "d": self.head_dim, "f": self.ffn, "e": self.experts, "x": x, "2x": 2 * x, "1": 1}
+        return {
+            "v": self.vocab,
+            "h": self.hidden,
+            "q": q,
+            "k": k,
+            "d": self.head_dim,
+            "f": self.ffn,
+            "e": self.experts,
+            "x": x,
+            "2x": 2 * x,
+            "1": 1,
+        }
 
     def layer(self, index: int) -> Iterator[Row]:
         """The table's rows for one layer."""
@@ -170,7 +179,9 @@ def read_shape(hf: Any) -> Shape:
     """Sizes from a transformers config. Raises ConfigError for what this backend does not compute exactly."""
     family = hf.model_type
     if family not in FAMILIES:
-        raise ConfigError(f"backend megatron does not know model type {family!r}; it knows {', '.join(FAMILIES)}; backends torch and fsdp take any")
+        raise ConfigError(
+            f"backend megatron does not know model type {family!r}; it knows {', '.join(FAMILIES)}; backends torch and fsdp take any"
+        )
     if hf.hidden_act not in ("silu", "swish"):
         raise ConfigError(f"backend megatron computes SwiGLU (silu) only; this {family} model has hidden_act {hf.hidden_act!r}")
     window = getattr(hf, "sliding_window", None)
@@ -180,7 +191,9 @@ def read_shape(hf: Any) -> Shape:
     if getattr(hf, "mlp_bias", False) or (family in ("qwen3", "qwen3_moe") and getattr(hf, "attention_bias", False)):
         raise ConfigError(f"backend megatron has no biases in the MLP or in {family}'s attention; use backend torch or fsdp")
     if family == "llama" and getattr(hf, "attention_bias", False):
-        raise ConfigError("backend megatron has no bias on the attention's output projection, which attention_bias asks for in a Llama model")
+        raise ConfigError(
+            "backend megatron has no bias on the attention's output projection, which attention_bias asks for in a Llama model"
+        )
     layers = hf.num_hidden_layers
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     moe: dict[str, Any] = {}

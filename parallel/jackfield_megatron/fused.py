@@ -12,9 +12,13 @@ BUILD_APEX = "build NVIDIA's from https://github.com/NVIDIA/apex with its CUDA e
 
 def transformer_engine(*, required: bool = False) -> bool:
     """Whether Transformer Engine for PyTorch can be used. Raises ConfigError if it must and cannot."""
-    found = importlib.util.find_spec("transformer_engine") is not None and importlib.util.find_spec("transformer_engine.pytorch") is not None
+    found = (
+        importlib.util.find_spec("transformer_engine") is not None and importlib.util.find_spec("transformer_engine.pytorch") is not None
+    )
     if required and not found:
-        raise ConfigError("fused: transformer_engine is asked for, but transformer_engine.pytorch is not installed; say fused: auto or torch")
+        raise ConfigError(
+            "fused: transformer_engine is asked for, but transformer_engine.pytorch is not installed; say fused: auto or torch"
+        )
     return found
 
 

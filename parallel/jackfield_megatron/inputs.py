@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jackfield.batch import Batch
 from torch import Tensor
 
+from jackfield.batch import Batch
 from jackfield_megatron.attention import Geometry
 
 _PACKED_MULTIPLE = 64
@@ -50,9 +50,7 @@ class Inputs:
         return values.new_zeros(b * t).index_put((self.columns,), values).view(b, t)
 
 
-def prepare(
-    batch: Batch, mask: Tensor, rope: Rope, *, packed: bool, sequence_split: int = 1, cp_size: int = 1, cp_rank: int = 0
-) -> Inputs:
+def prepare(batch: Batch, mask: Tensor, rope: Rope, *, packed: bool, sequence_split: int = 1, cp_size: int = 1, cp_rank: int = 0) -> Inputs:
     """Inputs that yield outputs for the tokens in `mask` (bool [b, T]). `sequence_split`: the TP size under sequence parallelism."""
     mask = mask & batch.attention_mask
     mask[:, :1] = False

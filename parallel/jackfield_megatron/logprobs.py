@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from jackfield.components import OutputRequest
 from jackfield.logits import truncate
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jackfield.components import OutputRequest
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -22,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from jackfield.components import OutputRequest
 from jackfield_megatron.attention import Geometry, RMSNorm, SelfAttention
 from jackfield_megatron.config import Layout, MegatronConfig
 from jackfield_megatron.families import Shape

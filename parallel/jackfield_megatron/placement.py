@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jackfield.shard import Shard
 from torch import Tensor
 
+from jackfield.shard import Shard
 from jackfield_megatron.families import ENDS, VALUE_END, Piece, Row, Shape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")

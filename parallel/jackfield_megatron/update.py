@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jackfield import schedule
-from jackfield.config import OptimizerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -21,13 +19,17 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from jackfield import schedule
+from jackfield.config import OptimizerConfig
 from jackfield_megatron.config import Layout, MegatronConfig
 
 
 class Updater:
     """The trained model's chunks, wrapped for data parallelism, and their optimizer."""
 
-    def __init__(self, modules: Sequence[Any], options: MegatronConfig, layout: Layout, optimizer: OptimizerConfig, device: torch.device) -> None:
+    def __init__(
+        self, modules: Sequence[Any], options: MegatronConfig, layout: Layout, optimizer: OptimizerConfig, device: torch.device
+    ) -> None:
         self.settings, self.layout, self.steps = optimizer, layout, 0
         self.overlap = options.overlap_grad_reduce
         self._reduced = self._sums_present = False
@@ -102,7 +104,7 @@ class Updater:
         self._reduced, self._sums_present = self.overlap, True
 
     def step(self) -> dict[str, float]:
-        """Reduce, clip, step. A zero or non-finite gradient changes nothing (law 16); both are visible in `grad_norm`."""
+        """Reduce, clip, step. A gradient that is 0 everywhere or not finite changes nothing (law 16); `bad_gradients` counts the latter."""
         rate = self._set_rate()
         if not self._sums_present:
             self.begin_empty()
@@ -119,7 +121,7 @@ class Updater:
             self.optimizer.step_with_ready_grads()
         self.steps += 1
         self.zero_grad()
-        return {"grad_norm": norm, "learning_rate": rate, "skipped_update": float(not (norm > 0 and math.isfinite(norm)))}
+        return {"grad_norm": norm, "learning_rate": rate, "bad_gradients": float(not math.isfinite(norm))}
 
     def begin_empty(self) -> None:
         """A step without any backward pass: with overlap the reductions were never started; start them on the zeros."""
@@ -160,8 +162,8 @@ class Updater:
 
 
 def learning_rate(settings: OptimizerConfig, step: int) -> float:
-    """Rate of optimizer step `step`, counted from 0; it rises linearly from 0 over the warm-up."""
-    return schedule.at(settings.lr, step) * min(1.0, step / settings.warmup if settings.warmup else 1.0)
+    """Rate of optimizer step `step`, counted from 0: the schedule, times (step + 1) / warmup until that reaches 1."""
+    return schedule.at(settings.lr, step) * min(1.0, (step + 1) / max(settings.warmup, 1))
 
 
 def _weight_decay_rules(settings: MegatronOptimizerConfig) -> Any:

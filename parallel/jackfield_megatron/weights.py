@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jackfield.errors import DataError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from jackfield.errors import DataError
 from jackfield_megatron.placement import Place
 
 SHARD_BYTES = 4 << 30

@@ -1,4 +1,4 @@
-"""One-process reference by transformers alone: log-probs, loss, gradients and three AdamW steps, and what the ranks return to compare."""
+"""The one-process reference (log-probs, loss, gradients, three AdamW steps), and what the ranks return to compare with it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from jackfield.batch import Batch
 from jackfield.components import LossSums, OutputRequest, Outputs, WorkerContext
 from jackfield.config import ModelConfig, OptimizerConfig
-from torch import Tensor
 
 # Adam divides a gradient by its own size: an element whose gradient is rounding noise moves by the whole rate, in a random direction. With
 # an eps above that noise equal gradients give equal weights, and unequal ones still show.
@@ -55,42 +56,24 @@ class Result:
     params: dict[str, Tensor]
 
 
-def transformers_model(folder: Path) -> Any:
-    """The model in float32, eager attention."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-
-
-def model_outputs(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy [b, T], column 0 zero."""
-    tokens = torch.where(batch.attention_mask, batch.tokens, 0)
-    log_pi = (model(tokens).logits[:, :-1] / temperature).log_softmax(-1)
-    chosen = log_pi.gather(-1, tokens[:, 1:, None])[..., 0]
-    zero = chosen.new_zeros(len(batch), 1)
-    return torch.cat((zero, chosen), 1), torch.cat((zero, -(log_pi.exp() * log_pi).sum(-1)), 1)
-
-
 def reference(folder: Path, batch: Batch, steps: int = 3) -> Result:
-    """The whole batch at once, in one process."""
-    model, loss = transformers_model(folder), PolicyLoss()
-    named = dict(model.named_parameters())
-    decayed, plain = [p for p in named.values() if p.dim() > 1], [p for p in named.values() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    first: Any = None
+    """The one-process `torch` backend, the whole batch at once."""
+    from jackfield_torch.backend import TorchBackend
+
+    backend = TorchBackend(TorchBackend.Config(packing="off"))
+    backend.setup(ModelConfig(path=str(folder)), OPTIMIZER, WorkerContext("policy", torch.device("cpu"), 0))
+    outputs = backend.forward([batch], REQUEST)[0]
+    grads: dict[str, Tensor] = {}
     norms = []
-    for _ in range(steps):
-        log_probs, entropy = model_outputs(model, batch, REQUEST.temperature)
-        value, _ = loss(Outputs(log_probs=log_probs, entropy=entropy), batch)
-        value.backward()
-        if first is None:
-            grads = {n: p.grad.clone() for n, p in named.items()}
-            first = (log_probs.detach(), entropy.detach(), value.item(), grads)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(list(named.values()), OPTIMIZER.max_grad_norm)))
-        adam.step()
-        adam.zero_grad()
-    return Result(*first, norms, {n: p.detach() for n, p in named.items()})
+    loss = 0.0
+    for step in range(steps):
+        sums = backend.forward_backward([batch], PolicyLoss())
+        if step == 0:
+            loss = float(sums.sums["loss"])
+            grads = {n: p.grad.clone() for n, p in backend.model.named_parameters()}
+        norms.append(backend.optimizer_step()["grad_norm"])
+    params = {s.name: s.tensor.detach().clone() for s in backend.shards()}
+    return Result(outputs.log_probs, outputs.entropy, loss, grads, norms, params)
 
 
 def share(batch: Batch, dp_rank: int, dp_size: int, micro_batches: int) -> list[Batch]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from jackfield.testing.models import random_batch, tiny_model
 from jackfield.testing.ranks import run_ranks
 
@@ -101,7 +102,19 @@ def test_layout_equals_one_process(name: str, models: Any) -> None:
         close(params[key], value, key)
 
 
-GRADIENTS = ["tp2", "tp2-sp", "pp2", "tp2-pp2", "tp2-dp2", "pp2-vpp2", "ep2", "cp2", "tp4-over-2-kv-heads", "tied-pp2", "odd-vocabulary-tp2"]
+GRADIENTS = [
+    "tp2",
+    "tp2-sp",
+    "pp2",
+    "tp2-pp2",
+    "tp2-dp2",
+    "pp2-vpp2",
+    "ep2",
+    "cp2",
+    "tp4-over-2-kv-heads",
+    "tied-pp2",
+    "odd-vocabulary-tp2",
+]
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -64,7 +64,7 @@ def _child(rank: int, world: int, folder: Path, function: Callable[..., Any], ar
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
         status = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it was, the parent must see it
         (folder / f"error-{rank}").write_text(traceback.format_exc())
     finally:
         sys.stdout.flush()
