@@ -23,6 +23,10 @@ ITEM = {
 """Bytes of an element, by torch's name of the type; here because planning imports no torch."""
 
 
+Rows = tuple[tuple[int, ...], ...]
+"""(rank, offset..., size...) of each box."""
+
+
 @dataclass(frozen=True)
 class TensorClass:
     """Tensors of one shape whose boxes are on the same ranks, on both sides."""
@@ -94,7 +98,7 @@ def of(
     """
     mine, theirs = align(source, destination)
     have, need = _gather(mine), _gather(theirs)
-    merged: dict[tuple[object, ...], list[str]] = {}
+    merged: dict[tuple[tuple[int, ...], str, str, Rows, Rows], list[str]] = {}
     for name, (rows, piece) in need.items():
         if name not in have:
             raise ConfigError(
@@ -104,13 +108,14 @@ def of(
         held, origin = have[name]
         key = (piece.shape, origin.dtype, piece.dtype, tuple(dict.fromkeys(held)), tuple(dict.fromkeys(rows)))
         merged.setdefault(key, []).append(name)
-    out = []
-    for (shape, source_dtype, dtype, held, rows), names in merged.items():  # type: ignore[misc]
-        out.append(TensorClass(tuple(names), shape, source_dtype, dtype, _rows(held), _rows(rows)))  # type: ignore[arg-type]
+    out = [
+        TensorClass(tuple(names), shape, source_dtype, dtype, _rows(holders), _rows(needers))
+        for (shape, source_dtype, dtype, holders, needers), names in merged.items()
+    ]
     return out, mine, theirs
 
 
-def _rows(rows: tuple[tuple[int, ...], ...]) -> Holding:
+def _rows(rows: Rows) -> Holding:
     table = np.array(rows, dtype=np.int64)
     dimensions = (table.shape[1] - 1) // 2
     return Holding(table[:, 0], table[:, 1 : 1 + dimensions], table[:, 1 + dimensions :])

@@ -1,4 +1,4 @@
-"""Batched strided copies within a device; on CUDA captured once as a graph and replayed."""
+"""Strided copies within a device, compiled once; on CUDA captured as one graph and replayed."""
 
 from __future__ import annotations
 
@@ -15,29 +15,38 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
     return all(x == y or n == 1 for x, y, n in zip(a.stride(), b.stride(), a.shape, strict=True))
 
 
+def widest(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """The same copy with elements of 16 bytes where alignment allows, so that a strided copy reads and writes whole words."""
+    size = target.element_size()
+    if target.dtype != source.dtype or size >= 16 or target.dim() == 0 or (target.is_contiguous() and source.is_contiguous()):
+        return target, source
+    per = 16 // size
+    for tensor in (target, source):
+        if tensor.stride(-1) != 1 or tensor.shape[-1] % per or tensor.storage_offset() % per or tensor.data_ptr() % 16:
+            return target, source
+        if any(stride % per for stride in tensor.stride()[:-1]):
+            return target, source
+    return target.view(torch.complex128), source.view(torch.complex128)
+
+
 class CopyList:
     """Copies `sources[i]` into `targets[i]` (equal shapes; a different dtype is a cast). Built once, run at every sync."""
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], graph: bool = True) -> None:
-        self.targets, self.sources = [t.detach() for t in targets], [s.detach() for s in sources]
-        self.bytes = sum(t.numel() * t.element_size() for t in self.targets)
-        self._wants_graph = graph and bool(self.targets) and all(t.is_cuda for t in (*self.targets, *self.sources))
+        self.bytes = sum(t.numel() * t.element_size() for t in targets)
+        pairs = [(t.detach(), s.detach()) for t, s in zip(targets, sources, strict=True)]
+        self._cuda = bool(pairs) and all(t.is_cuda and s.is_cuda for t, s in pairs)
+        self.pairs = [widest(t, s) for t, s in pairs] if self._cuda else pairs
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._wants_graph = graph and self._cuda
 
     def _copy(self) -> None:
         with torch.no_grad():
-            groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-            for target, source in zip(self.targets, self.sources, strict=True):
-                pair = groups.setdefault((target.dtype, source.dtype), ([], []))
-                pair[0].append(target)
-                pair[1].append(source)
-            for targets, sources in groups.values():
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+            for target, source in self.pairs:
+                target.copy_(source, non_blocking=True)
 
     def run(self) -> None:
         """Copy everything; on CUDA asynchronously, in the current stream."""
-        if not self.targets:
-            return
         if not self._wants_graph:
             self._copy()
             return

@@ -48,17 +48,17 @@ def materialise(
     own = shards(table, layout, rank, dtype)
     fused: dict[str, list[tuple[int, int]]] = {}
     for index, shard in enumerate(own):
-        if fuse and layout.kind in ("megatron", "vllm") and (at := _fused(shard)):
-            fused.setdefault(at[0], []).append((at[1], index))
+        if fuse and layout.kind in ("megatron", "vllm") and (place := _fused(shard)):
+            fused.setdefault(place[0], []).append((place[1], index))
     tensors: list[torch.Tensor | None] = [None] * len(own)
     for parts in fused.values():
         parts.sort()
         members = [own[index] for _, index in parts]
-        for (_, index), view in zip(parts, _views(members, layout, device), strict=True):
-            tensors[index] = view
+        for (_, index), part in zip(parts, _views(members, layout, device), strict=True):
+            tensors[index] = part
     out = []
     for shard, view in zip(own, tensors, strict=True):
-        tensor = view if view is not None else torch.zeros(shard.size, dtype=getattr(torch, shard.dtype), device=device)
+        tensor = torch.zeros(shard.size, dtype=getattr(torch, shard.dtype), device=device) if view is None else view
         if values is not None:
             full = values(shard.name, _flat(table, shard)).view(shard.shape)
             for dimension, (at, n) in enumerate(zip(shard.offset, shard.size, strict=True)):
@@ -82,13 +82,40 @@ def _views(members: Sequence[Shard], layout: Layout, device: str) -> list[torch.
     if attention and layout.kind == "megatron":
         rows = [m.size[1] for m in members]
         storage = torch.zeros(members[0].size[0], sum(rows), *members[0].size[2:], dtype=dtype, device=device)
-        return list(storage.split(rows, dim=1))
+        return list(torch.split(storage, rows, dim=1))
     if attention:
         rows = [m.size[0] * m.size[1] for m in members]
         storage = torch.zeros(sum(rows), *members[0].size[2:], dtype=dtype, device=device)
-        return [part.view(m.size) for part, m in zip(storage.split(rows), members, strict=True)]
+        return [part.view(m.size) for part, m in zip(torch.split(storage, rows), members, strict=True)]
     along = len(members[0].size) - 2 if members[0].name.endswith("weight") else 0
     lead = members[0].size[:along]
     rows = [m.size[along] for m in members]
     storage = torch.zeros(*lead, sum(rows), *members[0].size[along + 1 :], dtype=dtype, device=device)
-    return list(storage.split(rows, dim=along))
+    return list(torch.split(storage, rows, dim=along))
+
+
+class Weights:
+    """Stands for a backend or an engine where only its weights matter: `shards`, `adopt` and `weights_updated`."""
+
+    def __init__(self, held: Sequence[Shard], adopts: bool = True) -> None:
+        self.held, self.adopts, self.version = list(held), adopts, -1
+
+    def shards(self) -> list[Shard]:
+        """The shards."""
+        return list(self.held)
+
+    def adopt(self, shards: Sequence[Shard]) -> bool:
+        """Move into the given storage, values included, where told to be willing."""
+        if not self.adopts:
+            return False
+        given = {(s.name, s.offset, s.size): s.tensor for s in shards}
+        for index, old in enumerate(self.held):
+            tensor = given.get((old.name, old.offset, old.size))
+            if tensor is not None and old.tensor is not None:
+                tensor.copy_(old.tensor)
+                self.held[index] = replace(old, tensor=tensor)
+        return True
+
+    def weights_updated(self, version: int) -> None:
+        """Serve the version."""
+        self.version = version

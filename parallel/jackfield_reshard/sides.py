@@ -27,7 +27,8 @@ class Holding:
     @property
     def volume(self) -> np.ndarray:
         """Elements of each box, int [n]."""
-        return self.size.prod(axis=1)
+        volume: np.ndarray = self.size.prod(axis=1)
+        return volume
 
 
 def _chunk(length: int, parts: int, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -33,6 +33,11 @@ def phase(report: SyncReport, name: str, device: torch.device) -> Iterator[None]
     report.seconds[name] = report.seconds.get(name, 0.0) + perf_counter() - begin
 
 
+def message_device(device: torch.device, group: Any) -> torch.device:
+    """Where small collectives' tensors must be: NCCL wants them on the GPU."""
+    return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
 def adopt(source: Backend, destination: Engine) -> list[Shard] | None:
     """Make both sides of a process share storage as far as they can.
 
@@ -64,8 +69,11 @@ class Resharding(Transport):
         verify: bool = False
         """Compare checksums of both sides after every sync (reads all weights once more)."""
 
+    config: Config
     shares = False
     """Whether storage may be shared."""
+    wired: tuple[int, ...] = (1, 2)
+    """Which tiers go through buckets: ranks of the same node (1), of other nodes (2)."""
 
     def connect(self, source: Backend | None, destination: Engine | None, context: WorkerContext) -> None:
         """Plan once (collective). A worker of a separate trainer has no engine and one of a separate engine no backend: None."""
@@ -131,7 +139,7 @@ class Resharding(Transport):
                         targets.append(target)
                         sources.append(view)
         self._copies = CopyList(targets, sources, self.config.graph)
-        self._wire = Wire(agreement, have, need, self.context.device, self.config.bucket_bytes, self.group, self._pool)
+        self._wire = Wire(agreement, have, need, self.context.device, self.config.bucket_bytes, self.group, self._pool, self.wired)
         self._views = have, need
 
     def sync(self, version: int) -> SyncReport:
@@ -169,8 +177,9 @@ class Resharding(Transport):
         """The report of the whole group: seconds of the slowest rank, bytes of all ranks."""
         if self.context.world_size == 1:
             return report
-        seconds = torch.tensor([report.seconds.get(name, 0.0) for name in PHASES], dtype=torch.float64, device=self.context.device)
-        amounts = torch.tensor([report.bytes_aliased, report.bytes_copied, report.bytes_sent], device=self.context.device)
+        device = message_device(self.context.device, self.group)
+        seconds = torch.tensor([report.seconds.get(name, 0.0) for name in PHASES], dtype=torch.float64, device=device)
+        amounts = torch.tensor([report.bytes_aliased, report.bytes_copied, report.bytes_sent], device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(amounts, group=self.group)
         report.seconds = dict(zip(PHASES, seconds.tolist(), strict=True))

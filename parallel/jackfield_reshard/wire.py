@@ -72,17 +72,17 @@ def wire_types(agreement: Agreement) -> dict[str, torch.dtype]:
     return out
 
 
-def by_peer(agreement: Agreement) -> tuple[dict[int, list[Move]], dict[int, list[Move]]]:
-    """This rank's (sends, receives) between processes, by the peer's group rank, each in the order that both ends share."""
+def by_peer(agreement: Agreement, tiers: Sequence[int] = (1, 2)) -> tuple[dict[int, list[Move]], dict[int, list[Move]]]:
+    """This rank's (sends, receives) of the given tiers by the peer's group rank, each in the order that both ends share."""
     sends: dict[int, list[Move]] = {}
     receives: dict[int, list[Move]] = {}
     if agreement.source is not None:
         for move in agreement.plan.moves(source=agreement.source):
-            if move.tier:
+            if move.tier in tiers:
                 sends.setdefault(agreement.destinations[move.destination], []).append(move)
     if agreement.destination is not None:
         for move in agreement.plan.moves(destination=agreement.destination):
-            if move.tier:
+            if move.tier in tiers:
                 receives.setdefault(agreement.sources[move.source], []).append(move)
     return sends, receives
 
@@ -99,6 +99,7 @@ class Wire:
         bucket_bytes: int,
         group: Any = None,
         pool: dict[tuple[str, int, int], Tensor] | None = None,
+        tiers: Sequence[int] = (1, 2),
     ) -> None:
         self.group, self.device = group, device
         self.pool: dict[tuple[str, int, int], Tensor] = {} if pool is None else pool
@@ -108,7 +109,7 @@ class Wire:
         peers = int(max(pairs.sum(axis=0).max(initial=0), pairs.sum(axis=1).max(initial=0), 1))
         self.capacity = max(bucket_bytes // (4 * peers) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
         dtypes = wire_types(agreement)
-        sends, receives = by_peer(agreement)
+        sends, receives = by_peer(agreement, tiers)
         out = {peer: buckets(moves, dtypes, self.capacity) for peer, moves in sends.items()}
         into = {peer: buckets(moves, dtypes, self.capacity) for peer, moves in receives.items()}
         self.bytes = sum(move.bytes for moves in sends.values() for move in moves)
@@ -136,7 +137,7 @@ class Wire:
                     made.receives.append((peer, buffer[:used]))
             made.pack, made.unpack = CopyList(*packs, graph=False), CopyList(*unpacks, graph=False)
             self.rounds.append(made)
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._streams: list[Any] = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
 
     def _buffer(self, way: str, peer: int, k: int, streams: Sequence[tuple[list[Item], int]]) -> Tensor:
         """One of the two buffers for a peer and direction, as large as its largest bucket; allocated once."""
@@ -163,6 +164,7 @@ class Wire:
         flying: tuple[Round, list[Any], Any] | None = None
         main = torch.cuda.current_stream(self.device) if self._streams else None
         for stream in self._streams:
+            assert main is not None
             stream.wait_stream(main)
         for k, made in enumerate(self.rounds):
             context = torch.cuda.stream(self._streams[k % 2]) if self._streams else nullcontext()
@@ -179,7 +181,8 @@ class Wire:
         elif meanwhile is not None:
             meanwhile()
         for stream in self._streams:
-            main.wait_stream(stream)  # type: ignore[union-attr]
+            assert main is not None
+            main.wait_stream(stream)
 
     @staticmethod
     def _finish(made: Round, works: list[Any], context: Any) -> None:

@@ -1,6 +1,7 @@
 """Real transfers between processes (gloo): every layout's weights arrive bit for bit, and no byte too many is sent."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from jackfield.components import WorkerContext
 from jackfield_reshard.families import tensors
+from jackfield_reshard.ipc import Ipc
 from jackfield_reshard.layout import Layout
 from jackfield_reshard.materialise import drawn, materialise
 from jackfield_reshard.transports import P2P, Auto
@@ -89,3 +91,60 @@ def test_weights_arrive(ranks, case, transport):
     aliased = results[0][0]
     assert aliased == 0 if transport is P2P else aliased > 0
     assert all(pool <= 1 << 12 for _, _, pool in results)
+
+
+def separate(ranks, transport, train, serve, config=LLAMA, settings=None, source_dtype="float32", versions=2):
+    """The trainer's ranks first, then the engine's, each in a process of its own; returns the reports by rank."""
+    table = tensors(config)
+    trainers = train.world
+
+    def body(rank, world):
+        trains = rank < trainers
+        layout, own = (train, rank) if trains else (serve, rank - trainers)
+        side = materialise(table, layout, own, drawn(0) if trains else None, source_dtype if trains else "float32")
+        backend, engine = (fakes.FakeBackend(side), None) if trains else (None, fakes.FakeEngine(side))
+        link = transport(transport.Config(**(settings or {"verify": True, "bucket_bytes": 1 << 14})))
+        link.connect(backend, engine, WorkerContext("policy", torch.device("cpu"), 0, rank, world))
+        reports = []
+        for version in range(versions):
+            if trains:
+                update(backend, table, train, rank, version, source_dtype)
+            reports.append(link.sync(version))
+            if engine:
+                expect(table, serve, own, engine.shards(), version, "float32")
+                assert engine.version == version
+        assert link.agreement.plan.prove().errors == ()
+        return reports
+
+    return ranks(trainers + serve.world, body)
+
+
+@pytest.mark.parametrize("transport", [P2P, Ipc])
+def test_separate_trainers_and_engines(ranks, transport):
+    """2 + 2 processes: nothing is local, and every engine rank receives exactly what it serves."""
+    table = tensors(LLAMA)
+    serve = Layout("vllm", tp=2)
+    reports = separate(ranks, transport, Layout("megatron", pp=2), serve)[0]
+    needed = sum(s.tensor.numel() * 4 for rank in range(2) for s in materialise(table, serve, rank, None))
+    assert [(r.bytes_aliased, r.bytes_copied, r.bytes_sent) for r in reports] == [(0, 0, needed)] * 2
+
+
+def test_ipc_reads_within_the_host(ranks):
+    config, train, serve = CASES["experts"]
+    table = tensors(config)
+
+    def body(rank, world):
+        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0)))
+        engine = fakes.FakeEngine(materialise(table, serve, rank, None))
+        link = Ipc(Ipc.Config(verify=True))
+        link.connect(backend, engine, WorkerContext("policy", torch.device("cpu"), 0, rank, world))
+        for version in (0, 1, 2):
+            if version == 2 and rank == 1:  # one trainer's storage moves, as offloading would
+                backend.held = [replace(s, tensor=s.tensor.clone()) for s in backend.held]
+            update(backend, table, train, rank, version, "float32")
+            report = link.sync(version)
+            expect(table, serve, rank, engine.shards(), version, "float32")
+        assert link._wire.rounds == []
+        assert report.bytes_sent == link.agreement.plan.prove().bound.sum()
+
+    ranks(4, body)

@@ -34,7 +34,7 @@ def trainer(dtype=torch.float32):
 
 
 def fused_engine(dtype=torch.float32):
-    """vLLM's way: rows of one fused tensor."""
+    """vLLM's way for query and key, rows of one fused tensor; experts each for themselves, which is nobody's way."""
     qkv = torch.zeros(Q + KV, HIDDEN, dtype=dtype)
     return FakeEngine(
         [
@@ -92,6 +92,31 @@ def test_backend_moves_into_the_engines_storage():
     randomise(backend)
     transport.sync(1)
     check(backend, engine)
+
+
+def test_stacked_experts_are_shared_with_an_engine_that_names_each():
+    """vLLM keeps experts as [experts, gate rows then up rows, hidden], as transformers does, but names every expert's parts."""
+    w13, w2 = torch.zeros(3, 8, HIDDEN), torch.zeros(3, HIDDEN, 4)
+    name = "model.layers.0.mlp.experts."
+    backend = FakeBackend([shard(name + "gate_up_proj", torch.randn(3, 8, HIDDEN)), shard(name + "down_proj", torch.randn(3, HIDDEN, 4))])
+    values = [s.tensor.clone() for s in backend.shards()]
+    parts = [("gate_proj", w13[:, :4]), ("up_proj", w13[:, 4:]), ("down_proj", w2)]
+    engine = FakeEngine([shard(f"{name}{e}.{part}.weight", t[e]) for e in range(3) for part, t in parts])
+    report = connect(Alias(), backend, engine).sync(0)
+    assert report.bytes_aliased == 4 * (w13.numel() + w2.numel())
+    assert torch.equal(w13, values[0]) and torch.equal(w2, values[1])
+    assert backend.shards()[0].tensor.data_ptr() == w13.data_ptr()
+
+
+def test_interleaved_parts_cannot_be_shared():
+    """Query rows of two groups with keys between them are no matrix: they are copied."""
+    fused = torch.randn(2, 4 + 2, HIDDEN)
+    names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"]
+    backend = FakeBackend([shard(names[0], fused[:, :4]), shard(names[1], fused[:, 4:])], adopts=False)
+    engine = FakeEngine([shard(names[0], torch.zeros(8, HIDDEN)), shard(names[1], torch.zeros(4, HIDDEN))])
+    report = connect(Auto(), backend, engine).sync(0)
+    assert (report.bytes_aliased, report.bytes_copied) == (0, 4 * fused.numel())
+    assert torch.equal(engine.needs[0].tensor.view(2, 4, HIDDEN), fused[:, :4])
 
 
 def test_local_copies_everything_and_casts():
