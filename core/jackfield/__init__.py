@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 JACKFIELD_API = 1
-"""Version of the plugin interface that this core speaks."""
+"""Version of the plugin interface that this core speaks; a component says which it was written for in `api` (docs/api-policy.md)."""
+OLDEST_API = 1
+"""Oldest plugin interface that this core still speaks."""
 
 _HOMES = {
     "algorithm": ("Algorithm", "AlgorithmConfig", "ClippedAlgorithm", "ClippedConfig", "LossOutput", "Needs"),

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, distribution, entry_points
+from importlib.metadata import EntryPoint, distribution, distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from jackfield import JACKFIELD_API
-from jackfield import components as C
+from jackfield import JACKFIELD_API, OLDEST_API
 from jackfield.errors import PluginError
 
 if TYPE_CHECKING:
@@ -47,11 +46,22 @@ class Entry:
 
 def entries(kind: str) -> list[Entry]:
     """Installed plugins of a kind, sorted by name and distribution; nothing is imported."""
-    found = []
-    for point in entry_points(group=f"jackfield.{kind}"):
-        dist = point.dist
-        found.append(Entry(kind, point.name, point.value, dist.name if dist else "?", dist.version if dist else "?", point))
-    return sorted(set(found), key=lambda e: (e.name, e.distribution))
+    state = tuple((folder, os.stat(folder).st_mtime_ns) for folder in sys.path if os.path.isdir(folder))
+    return [entry for entry in _scan(state) if entry.kind == kind]
+
+
+@functools.lru_cache(maxsize=1)
+def _scan(state: tuple[tuple[str, int], ...]) -> list[Entry]:
+    """All plugins of all kinds. Reading the metadata of every distribution is slow, so it is done once for each state of sys.path."""
+    found: dict[tuple[str, str, str], Entry] = {}
+    for dist in distributions():
+        if "[jackfield." in (dist.read_text("entry_points.txt") or ""):
+            for point in dist.entry_points:
+                kind = point.group.removeprefix("jackfield.")
+                if kind in KINDS and kind != point.group:
+                    entry = Entry(kind, point.name, point.value, dist.name, dist.version, point)
+                    found.setdefault((kind, point.name, dist.name), entry)
+    return sorted(found.values(), key=lambda e: (e.kind, e.name, e.distribution))
 
 
 def find(kind: str, name: str) -> Entry:
@@ -120,6 +130,12 @@ def _import_message(kind: str, name: str, error: Exception) -> str:
 
 
 def _checked(kind: str, source: str, found: Any) -> Any:
+    from jackfield import components as C
+
+    api = getattr(found, "api", JACKFIELD_API)
+    if not OLDEST_API <= api <= JACKFIELD_API:
+        spoken = f"{source} needs plugin API {api}, this jackfield speaks {OLDEST_API} to {JACKFIELD_API}"
+        raise PluginError(f"{spoken}: upgrade {'jackfield' if api > JACKFIELD_API else 'the plugin'}")
     base = {c.kind: c for c in vars(C).values() if inspect.isclass(c) and issubclass(c, C.Component) and hasattr(c, "kind")}.get(kind)
     if kind == "algorithm":
         from jackfield.algorithm import Algorithm
@@ -129,8 +145,6 @@ def _checked(kind: str, source: str, found: Any) -> Any:
         return found
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise PluginError(f"{source} is {found!r}, not a {base.__name__}: derive it from jackfield.{base.__name__}")
-    if found.api > JACKFIELD_API:
-        raise PluginError(f"{source} needs plugin API {found.api}, this jackfield speaks {JACKFIELD_API}: upgrade jackfield")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise PluginError(f"{source} lacks the method{'s' * (len(missing) > 1)} {', '.join(missing)} that every {kind} has")
@@ -139,6 +153,9 @@ def _checked(kind: str, source: str, found: Any) -> Any:
 
 def build(kind: str, spec: ComponentSpec) -> Any:
     """A component from its spec, its options validated. A plain function named as a reward becomes reward `function`."""
+    from pydantic import ValidationError
+
+    from jackfield import components as C
     from jackfield.config import explain
 
     found = load(kind, spec.name)
