@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 import click
 
@@ -67,30 +66,6 @@ def train(config: str, overrides: tuple[str, ...], plugins: tuple[str, ...], tra
 
 
 @app.command()
-@click.argument("run_folder")
-@click.argument("out")
-@click.option("--step", type=int, help="Checkpoint of this step; default: the newest.")
-def export(run_folder: str, out: str, step: int | None) -> None:
-    """Write the policy of a run's checkpoint as a Hugging Face folder OUT."""
-    from pathlib import Path
-
-    from jackfield import checkpoint
-    from jackfield.config import RunConfig
-
-    found = {folder.name: folder for folder in checkpoint.complete(Path(run_folder))}
-    name = f"step-{step:08d}" if step is not None else max(found, default="")
-    if name not in found:
-        raise JackfieldError(f"{run_folder} has no checkpoint {name or 'at all'}; it has: {', '.join(found) or 'none'}")
-    if Path(out).exists():
-        raise JackfieldError(f"{out} exists already: name a new folder")
-    settings = RunConfig.model_validate_json((Path(run_folder) / "config.json").read_text())
-    from jackfield.trainer import Trainer
-
-    Trainer(settings).export(found[name], Path(out))
-    click.echo(f"exported {name} to {out}")
-
-
-@app.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("kind", required=False)
 def plugins(as_json: bool, kind: str | None) -> None:
@@ -106,38 +81,6 @@ def plugins(as_json: bool, kind: str | None) -> None:
     for e in found:
         clash = f"  (clash: say {e.distribution}/{e.name})" if names.count((e.kind, e.name)) > 1 else ""
         click.echo(f"{e.kind:10s} {e.name:24s} {e.distribution} {e.version}  {e.target}{clash}")
-
-
-@app.command("config")
-@click.argument("config", required=False)
-@click.argument("overrides", nargs=-1)
-@click.option("--schema", is_flag=True, help="Print the JSON schema, for editors.")
-def show_config(config: str | None, overrides: tuple[str, ...], schema: bool) -> None:
-    """Show every field with its value, where it comes from and what it means."""
-    from jackfield.config import RunConfig, load_config, load_raw
-
-    if schema:
-        click.echo(json.dumps(RunConfig.model_json_schema(), indent=1))
-        return
-    values = load_config(config, overrides) if config else None
-    named = load_raw(config) if config else {}
-    changed = {item.split("=", 1)[0] for item in overrides}
-    _show(RunConfig, values, named, changed, "")
-
-
-def _show(model: Any, values: Any, named: Any, changed: set[str], prefix: str) -> None:
-    for name, field in model.model_fields.items():
-        path, value = f"{prefix}{name}", getattr(values, name, None) if values is not None else field.get_default(call_default_factory=True)
-        kinds = [getattr(k, "__origin__", k) for k in (field.annotation, *getattr(field.annotation, "__args__", ()))]
-        inner = next((k for k in kinds if hasattr(k, "model_fields")), None)
-        mentioned = isinstance(named, dict) and name in named
-        if inner is not None and not isinstance(value, list) and inner.__name__ not in ("ComponentSpec", "ModelConfig", "Ramp"):
-            click.echo(f"{path}:  # {field.description}")
-            _show(inner, value, named.get(name) if mentioned else None, changed, f"{path}.")
-            continue
-        source = "override" if any(c == path or c.startswith(f"{path}.") for c in changed) else "file" if mentioned else "default"
-        shown = value if not hasattr(value, "options") else {"name": getattr(value, "name", None), **getattr(value, "options", {})}
-        click.echo(f"{path} = {'(required)' if field.is_required() and values is None else shown}  [{source}]  # {field.description}")
 
 
 def main() -> None:

@@ -146,17 +146,6 @@ class CheckpointConfig(ComponentConfig):
     """auto: from the newest complete checkpoint in the run's folder, if there is one; or a checkpoint folder."""
 
 
-class EvaluateConfig(ComponentConfig):
-    """Held-out evaluation: mean reward over a second dataset."""
-
-    every: int = Field(default=0, ge=0)
-    """Steps between evaluations; 0 never."""
-    dataset: Spec | None = None
-    """Held-out rows."""
-    temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
-
-
 class RunConfig(ComponentConfig):
     """Everything that defines a run."""
 
@@ -199,8 +188,6 @@ class RunConfig(ComponentConfig):
     """Further hook plugins."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
-    evaluate: EvaluateConfig = EvaluateConfig()
-    """Held-out evaluation."""
     disabled: tuple[str, ...] = ()
     """Plugins that are not registered although something names them (`-p no:NAME`)."""
 

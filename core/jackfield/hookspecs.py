@@ -70,7 +70,7 @@ class Hooks:
 
     @hookspec
     def evaluate(self, run):
-        """Every `evaluate.every` steps and at the end: a dict of float metrics, merged into the step's under `eval/`."""
+        """Asked for by the hook plugin `evaluate`, every few steps: a dict of float metrics, merged into the step's under `eval/`."""
 
     @hookspec
     def run_end(self, run):

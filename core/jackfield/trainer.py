@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from jackfield import checkpoint, registry, runner, stages
-from jackfield.config import ComponentSpec, RunConfig
+from jackfield import checkpoint, registry, runner
+from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
-from jackfield.hookspecs import hookimpl
 from jackfield.manager import PluginManager
 from jackfield.metrics import JsonLines
 from jackfield.rewards import RewardHook
@@ -38,8 +37,6 @@ class Trainer:
             component = registry.build("reward", reward)
             self._register(f"reward {label}", RewardHook(component, label, deadline=reward.deadline, max_failures=reward.max_failures))
             self._register(f"hooks of reward {label}", component)
-        if config.evaluate.every:
-            self._register("evaluate", Evaluation(config))
         for kind, specs in (("tracker", config.trackers), ("hooks", config.hooks)):
             for spec in specs:
                 if spec.name not in config.disabled:
@@ -59,8 +56,6 @@ class Trainer:
             raise ConfigError(
                 f"algorithm {name!r} compares samples of one prompt: batch.group_size is {size}, at least {needs.min_group_size} is needed"
             )
-        if self.config.evaluate.every and self.config.evaluate.dataset is None:
-            raise ConfigError("evaluate.every is set but evaluate.dataset is not: name the held-out rows")
         steps = self.run.algorithm.config.mini_batches
         if steps > self.config.batch.prompts:
             raise ConfigError(f"algorithm.mini_batches is {steps}, more than the {self.config.batch.prompts} groups of batch.prompts")
@@ -85,19 +80,6 @@ class Trainer:
             self.launcher.stop()
         return run
 
-    def export(self, folder: Path, out: Path) -> None:
-        """Write the policy of checkpoint `folder` as the Hugging Face folder `out`, with the tokenizer."""
-        try:
-            groups = self.launcher.start(self.config, ["policy"])
-            policy = Role("policy", groups["policy"], self.config)
-            policy.load(folder / "policy")
-            out.mkdir(parents=True)
-            policy.export(out)
-        finally:
-            self.launcher.stop()
-        if self.run.tokenizer is not None:
-            self.run.tokenizer.save_pretrained(out)
-
     def _start(self) -> None:
         run, config = self.run, self.config
         random.seed(config.seed)
@@ -121,27 +103,3 @@ class Trainer:
         elif found:
             raise ConfigError(f"{config.dir} holds checkpoints already and checkpoint.resume is 'never': choose another dir")
         run.policy.sync(run.step)
-
-
-class Evaluation:
-    """Mean reward over held-out rows every `evaluate.every` steps."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.rows = registry.build("dataset", config.evaluate.dataset or ComponentSpec(name="?"))
-        self.settings = config.evaluate
-
-    @hookimpl(tryfirst=True)
-    def step_end(self, run: Run, metrics: dict[str, float]) -> None:
-        """Ask every `evaluate` hook, and add what they say under `eval/`."""
-        if run.step % self.settings.every == 0 or run.step == run.config.steps:
-            for result in run.hook.evaluate(run=run):
-                metrics |= {f"eval/{name}": value for name, value in result.items()}
-
-    @hookimpl
-    def evaluate(self, run: Run) -> dict[str, float]:
-        """One sample of each row at `evaluate.temperature`."""
-        with run.sampling_as(temperature=self.settings.temperature, group_size=1):
-            prompts = PromptStream(self.rows, 0).take(len(self.rows))
-            batch = stages.score(run, run.hook.rollout(run=run, prompts=prompts))
-        assert batch.rewards is not None
-        return {"reward": float(batch.rewards.mean())}

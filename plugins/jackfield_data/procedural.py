@@ -19,7 +19,7 @@ class ArithmeticConfig(ComponentConfig):
     held_out: int = Field(default=16, ge=0, lt=81)
     """Questions kept for `held_out`."""
     split_seed: int = 0
-    """Draws which ones; the same here and in evaluate.dataset."""
+    """Draws which ones; the same here and in the hook plugin `evaluate`."""
     question: str = "What is {a} + {b}?"
     """The prompt."""
 

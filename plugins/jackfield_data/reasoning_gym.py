@@ -23,7 +23,7 @@ class ReasoningGymConfig(ComponentConfig):
     size: int = Field(default=1000, gt=0)
     """Rows."""
     seed: int = 0
-    """Draws the rows; give evaluate.dataset another."""
+    """Draws the rows; give the hook plugin `evaluate` another."""
 
 
 class ReasoningGym(Dataset):

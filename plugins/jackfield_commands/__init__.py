@@ -1,0 +1,1 @@
+"""Commands that look at configs and runs: `config` and `export`."""

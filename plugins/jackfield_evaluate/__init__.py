@@ -1,0 +1,1 @@
+"""Hook plugin `evaluate`: held-out reward while training."""
