@@ -53,6 +53,8 @@ class WorkerContext:
     """The run's seed."""
     rank: int = 0
     world_size: int = 1
+    dtype: str = "float32"
+    """For an engine: type of the policy's parameters, which is what it should serve where sharing them is wanted."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,8 @@ class Worker:
         if self.config.share_memory:
             self.backends["policy"].offload()
         self.engine = registry.build("engine", self.config.engine)
-        self.engine.setup(model, self.context("policy"))
+        context = replace(self.context("policy"), dtype=getattr(self.backends["policy"].config, "dtype", "float32"))
+        self.engine.setup(model, context)
         self.transport = registry.build("transport", self.config.transport)
         self.transport.connect(self.backends["policy"], self.engine, self.context("policy"))
         return self.engine.position
