@@ -39,7 +39,7 @@ class JsonLines:
     def step_end(self, run: Run, metrics: dict[str, float]) -> None:
         """Append the step; whole lines only, so that a killed run leaves at most one torn line."""
         with (run.dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": run.step, **{k: round(v, 8) for k, v in metrics.items()}}) + "\n")
+            file.write(json.dumps({"step": run.step, **{k: float(f"{v:.8g}") for k, v in metrics.items()}}) + "\n")
 
 
 def _step(line: str) -> float:

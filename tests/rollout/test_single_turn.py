@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jackfield.batch import Prompt
+from jackfield.batch import Batch, Prompt
 from jackfield.components import Sample
 from jackfield.errors import ConfigError, DataError, WorkerError
 from jackfield.testing.models import EOS, tiny_model
@@ -161,6 +161,8 @@ def test_overlong_prompts_are_dropped_and_counted(model):
     nothing, run = collect(model, prompts(long, long), options={"overlong": "drop"})
     assert len(nothing) == 0
     assert run.metrics["rollout/overlong"] == 2.0
+    assert Batch.concat([nothing, batch, nothing]).group_ids.tolist() == [0, 0, 2, 2]
+    assert len(Batch.concat([nothing, nothing])) == 0
 
 
 @pytest.mark.parametrize(

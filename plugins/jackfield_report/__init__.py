@@ -1,0 +1,1 @@
+"""`jackfield report RUN`: one HTML page about a run."""
