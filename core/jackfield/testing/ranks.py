@@ -59,7 +59,7 @@ def _child(rank: int, world: int, folder: Path, function: Callable[..., Any], ar
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)  # type: ignore[attr-defined]
         result = function(rank, *args)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
