@@ -211,9 +211,53 @@ class Core:
                 stack.extend(item)
         return list(seen.values())
 
+    def release_kv_cache(self) -> int:
+        """Give the KV cache's memory back; returns its bytes. The tensors stay, empty, until `restore_kv_cache`."""
+        self.reset_prefix_cache()
+        self._held = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in self.kv_caches()]
+        if self.runner.device.type == "cuda":
+            return _discard_kv_pool()
+        for storage, _ in self._held:
+            storage.resize_(0)
+        return sum(size for _, size in self._held)
+
+    def restore_kv_cache(self) -> int:
+        """Undo `release_kv_cache`; returns the bytes taken."""
+        if self.runner.device.type == "cuda":
+            return _map_kv_pool()
+        for storage, size in self._held:
+            storage.resize_(size)
+        return sum(size for _, size in self._held)
+
     def shutdown(self) -> None:
         """Release the workers and the parallel state that vLLM keeps in this process."""
         self._client.shutdown()
+
+
+def _kv_pool() -> list[Any]:
+    """vLLM's allocations for the KV cache: their addresses stay while their memory comes and goes, so captured graphs stay valid."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return [data for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.tag == "kv_cache"]
+
+
+def _discard_kv_pool() -> int:
+    from vllm.device_allocator import cumem
+
+    torch.cuda.synchronize()
+    pool = _kv_pool()
+    for data in pool:
+        cumem.unmap_and_release(data.handle)
+    return sum(data.handle[1] for data in pool)
+
+
+def _map_kv_pool() -> int:
+    from vllm.device_allocator import cumem
+
+    pool = _kv_pool()
+    for data in pool:
+        cumem.create_and_map(data.handle)
+    return sum(data.handle[1] for data in pool)
 
 
 def _sampler(runner: Any, table: SampleTable) -> nn.Module:

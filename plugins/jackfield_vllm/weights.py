@@ -46,22 +46,22 @@ class Entry:
 
 
 def entries(model: nn.Module, architecture: str) -> list[Entry]:
-    """All parameters of `model`, tied ones once. Raises ValueError for a parameter whose layout is unknown."""
+    """All parameters of `model`, tied ones once; without boxes where the architecture is not one of FAMILIES."""
     seen: set[int] = set()
     found = []
     for path, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                found.append(Entry(module, attribute, tuple(_boxes(path, module, attribute, parameter, architecture))))
+                boxes = _boxes(path, module, attribute, parameter, architecture) if architecture in FAMILIES else ()
+                found.append(Entry(module, attribute, tuple(boxes)))
     return found
 
 
-def shards(found: Sequence[Entry], tensors: Callable[[Entry], Tensor]) -> list[Shard]:
-    """Shards of the entries, each a view of the tensor that `tensors` gives for its entry."""
+def shards(found: Sequence[Entry], tensors: Sequence[Tensor]) -> list[Shard]:
+    """Shards of the entries, each a view of its entry's tensor."""
     result = []
-    for entry in found:
-        tensor = tensors(entry).detach()
+    for entry, tensor in zip(found, tensors, strict=True):
         for box in entry.boxes:
             view = box.view(tensor)
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -144,21 +144,20 @@ def _expert_parallel(module: nn.Module) -> tuple[int, int]:
     return parallel.tp_rank, parallel.tp_size
 
 
-def bind(found: Sequence[Entry], given: Sequence[Shard], tensors: Callable[[Entry], Tensor]) -> dict[int, Tensor] | None:
-    """For each entry (by its index) the tensor of vLLM's layout that lies in the given storage; None where any is laid out differently.
+def bind(found: Sequence[Entry], given: Sequence[Shard], tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """For each entry the tensor of vLLM's layout that lies in the given storage; None where any is laid out differently.
 
     `given` has one shard for each of `shards(found)`, in that order. The parts of a fused parameter must lie in one storage exactly
     where vLLM has them, padding rows included.
     """
     parts = iter(given)
-    result: dict[int, Tensor] = {}
-    for index, entry in enumerate(found):
-        model = tensors(entry)
+    result = []
+    for entry, model in zip(found, tensors, strict=True):
         pairs = [(box.view(model), next(parts).tensor) for box in entry.boxes]
-        placed = _placed(model, pairs)
+        placed = _placed(model, pairs) if pairs else None
         if placed is None:
             return None
-        result[index] = placed
+        result.append(placed)
     return result
 
 

@@ -1,0 +1,181 @@
+"""The engine itself: requests in, finished samples out, weights as views of vLLM's storage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from jackfield.components import ComponentConfig, Engine, Position, Request, Sample, WorkerContext
+from jackfield.errors import ConfigError, DataError
+from jackfield.shard import Shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from jackfield.config import ModelConfig
+    from jackfield_vllm.adapter import Core
+    from jackfield_vllm.loader import Weights
+
+
+class VLLMConfig(ComponentConfig):
+    """Settings of engine `vllm`; the defaults are tuned (docs/engines/vllm.md)."""
+
+    tp: int = Field(default=1, gt=0)
+    """Tensor parallelism: workers that share one replica."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights and KV cache. auto: bfloat16 on CUDA, float32 on CPU. Zero copy needs the trainer's type."""
+    memory: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the device's memory for weights and KV cache; the rest is the trainer's. Default: 0.5 on CUDA, 0.1 on CPU."""
+    max_model_len: int | None = Field(default=None, gt=0)
+    """Longest prompt and response together, in tokens. Default: the model's own limit."""
+    max_num_seqs: int | None = Field(default=None, gt=0)
+    """Most samples decoded at once. Default: 1024 on CUDA, 256 on CPU."""
+    max_num_batched_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens computed in one step, prefill included. Default: 8192."""
+    cuda_graphs: bool = True
+    """Capture decode steps of up to `max_num_seqs` samples as CUDA graphs; off is slower by far, and starts faster."""
+    cpu_linear: Literal["shared", "packed"] = "shared"
+    """On CPU, multiply by the weights as they are, which the trainer can share, or by a copy packed for oneDNN at each sync."""
+    block_size: int | None = Field(default=None, gt=0)
+    """Tokens in a block of the KV cache; prefixes are shared in whole blocks. Default: 16 on CUDA, 32 on CPU."""
+    args: dict[str, Any] = {}
+    """Further arguments of vLLM's EngineArgs by their own names; they win over everything here."""
+
+
+class VLLM(Engine):
+    """vLLM in the worker's process. With TP, every rank of a replica gets the same requests and steps in the same order."""
+
+    Config = VLLMConfig
+    config: VLLMConfig
+    core: Core | None = None
+
+    def setup(self, model: ModelConfig, context: WorkerContext) -> None:
+        """See Engine. Raises PluginError where vLLM is missing or of the wrong version, ConfigError where memory or layout do not fit."""
+        from jackfield_vllm import adapter
+
+        adapter.version()
+        if context.world_size % self.config.tp:
+            raise ConfigError(f"engine.tp {self.config.tp} must divide the policy's {context.world_size} workers")
+        self.context, self.path = context, Path(model.path)
+        adapter.prepare(context.device, context.rank, context.world_size)
+        from jackfield_vllm.loader import register
+
+        register()
+        self.ends = end_ids(self.path)
+        self._build()
+
+    def _build(self) -> None:
+        from jackfield_vllm import arguments
+        from jackfield_vllm.adapter import Core
+
+        given = arguments.engine_arguments(self.config, self.path, self.context)
+        try:
+            self.core = Core(given, plain_linears=self.config.cpu_linear == "shared")
+        except ValueError as error:
+            raise ConfigError(f"engine vllm: vLLM refuses {self.path}: {error}") from error
+
+    @property
+    def _core(self) -> Core:
+        assert self.core is not None, "setup comes first"
+        return self.core
+
+    @property
+    def _weights(self) -> Weights:
+        weights: Any = self._core.model.jackfield
+        return weights
+
+    @property
+    def position(self) -> Position:
+        """Replica and whether this rank returns its samples."""
+        tp = self.config.tp
+        return Position(self.context.rank // tp, self.context.world_size // tp, self.context.rank % tp == 0)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Sample]:
+        """See Engine: samples of all requests are decoded together, each leaves when it is finished. Closing the iterator drops the rest.
+
+        Raises DataError for a prompt that leaves no room for `max_new_tokens`.
+        """
+        core, open_ = self._core, {}
+        room = core.max_model_len
+        for request in requests:
+            s = request.sampling
+            if not request.tokens or len(request.tokens) + s.max_new_tokens > room:
+                raise DataError(
+                    f"request {request.id}: prompt of {len(request.tokens)} tokens + max_new_tokens {s.max_new_tokens} = "
+                    f"{len(request.tokens) + s.max_new_tokens}; engine vllm takes 1 to {room}: raise engine.max_model_len or shorten either"
+                )
+        try:
+            for request in requests:
+                s, tokens = request.sampling, list(request.tokens)
+                stops = s.stop_ids if s.ignore_eos else (*self.ends, *s.stop_ids)
+                params = core.params(
+                    temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_new_tokens, stop_ids=stops
+                )
+                for index, seed in enumerate(request.seeds):
+                    key = f"{request.id}:{index}"
+                    open_[key] = Sample(request.id, index, [], [], [], "")
+                    core.add(key, tokens, params, seed=seed, greedy=s.temperature == 0)
+            while open_:
+                for out in core.step():
+                    sample = open_[out.key]
+                    sample.tokens += out.tokens
+                    sample.log_probs += out.log_probs
+                    if out.finish is not None:
+                        sample.finish_reason, sample.versions = out.finish, [self.version] * len(sample.tokens)
+                        yield open_.pop(out.key)
+        finally:
+            if open_:
+                core.abort(list(open_))
+
+    def shards(self) -> list[Shard]:
+        """Views of vLLM's own storage; empty for an architecture that takes weights by `load_weights` only."""
+        from jackfield_vllm.weights import shards
+
+        return shards(self._weights.entries, self._weights.tensors)
+
+    def adopt(self, shards: Sequence[Shard]) -> bool:
+        """See Engine. False where the parts of a fused weight do not lie together, or CUDA graphs have captured the addresses."""
+        from jackfield_vllm.weights import bind
+
+        weights = self._weights
+        bound = bind(weights.entries, shards, weights.tensors)
+        if bound is None:
+            return False
+        moved = any(new.data_ptr() != old.data_ptr() for new, old in zip(bound, weights.tensors, strict=True))
+        if moved and self.context.device.type == "cuda" and self.config.cuda_graphs:
+            return False
+        weights.rebind(bound)
+        return True
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See Engine: vLLM's own loading of a checkpoint's tensors by their Hugging Face names."""
+        self._weights.expose()
+        self._core.model.load_weights(weights)
+
+    def weights_updated(self, version: int) -> None:
+        """See Engine: repack what vLLM keeps packed, drop the prefix cache."""
+        self._weights.repack()
+        self._core.reset_prefix_cache()
+        self.version = version
+
+    def sleep(self) -> int:
+        """See Engine."""
+        return self._core.release_kv_cache()
+
+    def wake(self) -> int:
+        """See Engine."""
+        return self._core.restore_kv_cache()
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """The model's own end tokens, from generation_config.json or config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (int(found),)
+    return ()
