@@ -261,7 +261,7 @@ def _map_kv_pool() -> int:
 
 
 def _sampler(runner: Any, table: SampleTable) -> nn.Module:
-    """vLLM's sampler with its drawing replaced: seeds at no cost, log-probs under the distribution drawn from, no noise of vocabulary size."""
+    """vLLM's sampler with its drawing replaced: seeds at no cost, log-probs of what was drawn, no noise of vocabulary size."""
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
     from vllm.v1.sample.sampler import Sampler
 

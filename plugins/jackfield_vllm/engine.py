@@ -112,9 +112,7 @@ class VLLM(Engine):
             for request in requests:
                 s, tokens = request.sampling, list(request.tokens)
                 stops = s.stop_ids if s.ignore_eos else (*self.ends, *s.stop_ids)
-                params = core.params(
-                    temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_new_tokens, stop_ids=stops
-                )
+                params = core.params(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_new_tokens, stop_ids=stops)
                 for index, seed in enumerate(request.seeds):
                     key = f"{request.id}:{index}"
                     open_[key] = Sample(request.id, index, [], [], [], "")

@@ -1,0 +1,196 @@
+"""Rollout throughput: engine vllm against vLLM called directly, transformers' generate and the roofline, each in its own process.
+
+    python bench/rollout.py [--quick]                                  # this machine's CPU or GPU
+    python bench/rollout.py --shapes 0.5b 1.5b 7b --out results.json   # random weights of these shapes
+
+Two loads: `uniform N` is N distinct prompts with responses of one length; `rl N` is groups that share a prompt, with log-normal response
+lengths. Every contender runs the same requests. The first repetition is dropped; medians with (min, max). Ratios are what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "initializer_range": 0.02,
+}
+LLAMA = {**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10000.0, "max_position_embeddings": 8192}
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+SHAPES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "tiny": (LLAMA, (128, 256, 2, 4, 2, 512, True)),
+    "135m": (LLAMA, (576, 1536, 30, 9, 3, 49152, True)),
+    "0.5b": (QWEN, (896, 4864, 24, 14, 2, 151936, True)),
+    "1.5b": (QWEN, (1536, 8960, 28, 12, 2, 151936, True)),
+    "7b": (QWEN, (3584, 18944, 28, 28, 4, 152064, False)),
+}
+"""Qwen2.5's and SmolLM2's shapes."""
+SIDES = ("ours", "raw", "raw_tuned", "hf")
+
+
+def make_model(name: str, folder: Path) -> dict[str, Any]:
+    """Write a config.json of the shape; no weights, no tokenizer."""
+    base, values = SHAPES[name]
+    config = {**base, **dict(zip(FIELDS, values, strict=True))}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def uniform(count: int, prompt: int, response: int) -> list[tuple[list[int], int]]:
+    """Distinct prompts, one response length."""
+    draw = random.Random(0)
+    return [([draw.randrange(4, 300) for _ in range(prompt)], response) for _ in range(count)]
+
+
+def rl(count: int, group: int, prompt: int, median: int, longest: int) -> list[tuple[list[int], int]]:
+    """Groups that share a prompt; log-normal lengths (sigma 0.8) around `median`, cut at `longest`."""
+    draw = random.Random(1)
+    work = []
+    for _ in range(count // group):
+        tokens = [draw.randrange(4, 300) for _ in range(prompt)]
+        work += [(tokens, max(1, min(longest, int(median * draw.lognormvariate(0, 0.8))))) for _ in range(group)]
+    return work
+
+
+def floor_seconds(work: list[tuple[list[int], int]], config: dict[str, Any], machine: dict[str, float], width: int) -> float:
+    """Least time: each decode step reads all weights and the live KV once; a distinct prompt is computed once (matrix products only)."""
+    h, inter, layers, heads, kv, vocab, _ = (config[f] for f in FIELDS)
+    head = h // heads
+    block = h * (heads + 2 * kv) * head + heads * head * h + 3 * h * inter
+    weights = (layers * block + vocab * h) * width
+    token = 2 * layers * kv * head * width
+    longest = max(n for _, n in work)
+    kv_bytes = sum(token * (n * len(prompt) + n * (n - 1) // 2) for prompt, n in work)
+    prompts = sum(len(prompt) for prompt in {tuple(prompt) for prompt, _ in work})
+    return (longest * weights + kv_bytes) / machine["bandwidth"] + 2 * layers * block * prompts / machine["flops"]
+
+
+def side(job: dict[str, Any], timeout: int) -> dict[str, Any]:
+    """Run one contender; its JSON, or the end of its error."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "job.json")
+        path.write_text(json.dumps(job))
+        script = Path(__file__).with_name("rollout_side.py").resolve()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", str(script), str(path)], capture_output=True, text=True, timeout=timeout, cwd=folder
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"more than {timeout} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"error": done.stderr.strip()[-1500:]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def loads_for(cuda: bool, quick: bool) -> dict[str, list[tuple[list[int], int]]]:
+    """The machine's loads."""
+    if cuda:
+        if quick:
+            return {"uniform 256": uniform(256, 512, 256), "rl 1024": rl(1024, 16, 512, 256, 1024)}
+        counts = (256, 1024, 2048)
+        return {**{f"uniform {n}": uniform(n, 512, 256) for n in counts}, "rl 1024": rl(1024, 16, 512, 512, 2048)}
+    counts = (16,) if quick else (16, 64, 128)
+    return {**{f"uniform {n}": uniform(n, 48, 64) for n in counts}, f"rl {counts[-1]}": rl(counts[-1], 8, 160, 32, 128)}
+
+
+def main() -> None:
+    """Run everything, print the table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--repetitions", type=int, default=None)
+    parser.add_argument("--quick", action="store_true", help="one small shape, two repetitions")
+    parser.add_argument("--timeout", type=int, default=1800, help="seconds for one contender")
+    parser.add_argument("--loads", nargs="+", help="only loads whose name starts so")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    dtype = args.dtype or ("bfloat16" if cuda else "float32")
+    repetitions = args.repetitions or (2 if args.quick else 5)
+    loads = loads_for(cuda, args.quick)
+    if args.loads:
+        loads = {name: work for name, work in loads.items() if name.startswith(tuple(args.loads))}
+    longest = max(len(prompt) + n for work in loads.values() for prompt, n in work)
+    machine = side({"side": "machine", "cuda": cuda}, 600)
+    name = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores"
+    report: dict[str, Any] = {"machine": {"name": name, "torch": torch.__version__, **machine}, "dtype": dtype, "shapes": {}}
+    print(f"{name}: copy {machine['bandwidth'] / 1e9:.0f} GB/s, matrix product {machine['flops'] / 1e12:.1f} TFLOP/s, {dtype}")
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in args.shapes or (["0.5b"] if cuda else ["135m"]):
+            config = make_model(shape, Path(folder, shape))
+            job = {"cuda": cuda, "model": str(Path(folder, shape)), "dtype": dtype, "loads": loads, "repetitions": repetitions}
+            job |= {"max_len": -(-longest // 64) * 64, "memory": 0.8 if cuda else 0.2, "kv_bytes": 2**31}
+            found = {s: side({**job, "side": s.removesuffix("_tuned"), "options": options(s, cuda)}, args.timeout) for s in args.sides}
+            report["shapes"][shape] = found
+            show(shape, loads, found, config, machine, 2 if dtype == "bfloat16" else 4)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1))
+
+
+def options(name: str, cuda: bool) -> dict[str, Any]:
+    """Settings of a contender: `raw_tuned` gets the engine's own."""
+    if name != "raw_tuned":
+        return {}
+    if not cuda:
+        return {"block_size": 32, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    return {"max_num_seqs": 1024, "max_cudagraph_capture_size": 1024, "max_num_batched_tokens": 8192}
+
+
+def show(shape: str, loads: dict[str, Any], found: dict[str, Any], config: dict[str, Any], machine: dict[str, float], width: int) -> None:
+    """One table a load."""
+    for load, work in loads.items():
+        tokens = sum(n for _, n in work)
+        floor = floor_seconds(work, config, machine, width)
+        prompts = sum(len(prompt) for prompt, _ in work)
+        print(f"\n{shape}, {load}: {tokens} new tokens, {prompts} prompt tokens; roofline {tokens / floor:,.0f} tok/s ({floor:.2f} s)")
+        base = None
+        for name, result in found.items():
+            if "error" in result:
+                print(f"  {name:10s} failed: {result['error'].splitlines()[-1] if result['error'] else '?'}")
+                continue
+            times = [wall for wall, _ in result["loads"][load]["times"]][1:] or [result["loads"][load]["times"][0][0]]
+            cpu = [used for _, used in result["loads"][load]["times"]][1:] or [result["loads"][load]["times"][0][1]]
+            median = statistics.median(times)
+            base = base or median
+            computed = result["loads"][load]["computed"]
+            note = f", computed {computed} of {tokens + prompts} tokens" if computed else ""
+            print(
+                f"  {name:10s} {tokens / median:10,.0f} tok/s ({tokens / max(times):,.0f}, {tokens / min(times):,.0f}); "
+                f"{tokens / statistics.median(cpu):,.0f} per CPU s; ours is {median / base:.2f}x; {median / floor:.2f}x the floor{note}"
+            )
+
+
+if __name__ == "__main__":
+    main()
