@@ -48,10 +48,16 @@ def engine_arguments(config: VLLMConfig, path: Path, context: WorkerContext) -> 
     if context.world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     if cuda:
-        arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": True, "max_cudagraph_capture_size": sequences}
+        arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": True, "cudagraph_capture_sizes": capture_sizes(sequences)}
     else:
         arguments["kv_cache_memory_bytes"] = budget
     return arguments | config.args
+
+
+def capture_sizes(sequences: int) -> list[int]:
+    """Batch sizes to capture: up to the most samples decoded at once, each at most an eighth above the last, to bound the padding."""
+    sizes = {1, 2, 4, *range(8, 129, 8), *range(160, 513, 32), *range(576, 1025, 64), *range(1152, sequences + 1, 128)}
+    return sorted({size for size in sizes if size < sequences} | {sequences})
 
 
 def memory_need(config: VLLMConfig, path: Path, dtype: torch.dtype, cuda: bool) -> Need:
