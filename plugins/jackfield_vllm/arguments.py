@@ -22,7 +22,7 @@ CPU_RESERVE = GIB // 2
 def engine_arguments(config: VLLMConfig, path: Path, context: WorkerContext) -> dict[str, Any]:
     """Keyword arguments of EngineArgs. Raises ConfigError where memory does not suffice, DataError without a config.json."""
     cuda = context.device.type == "cuda"
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if cuda else "float32"
+    dtype = context.dtype if config.dtype == "auto" else config.dtype
     need = memory_need(config, path, torch.bfloat16 if dtype == "bfloat16" else torch.float32, cuda)
     share = config.memory or (0.5 if cuda else 0.1)
     free, total = torch.cuda.mem_get_info(context.device) if cuda else _ram()
@@ -37,7 +37,7 @@ def engine_arguments(config: VLLMConfig, path: Path, context: WorkerContext) -> 
         "tensor_parallel_size": config.tp,
         "max_model_len": need.max_model_len,
         "max_num_seqs": sequences,
-        "max_num_batched_tokens": max(config.max_num_batched_tokens or 8192, sequences),
+        "max_num_batched_tokens": max(config.max_num_batched_tokens or (16384 if cuda else 8192), sequences),
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ class VLLMConfig(ComponentConfig):
     tp: int = Field(default=1, gt=0)
     """Tensor parallelism: workers that share one replica."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and KV cache. auto: bfloat16 on CUDA, float32 on CPU. Zero copy needs the trainer's type."""
+    """Type of weights and KV cache; auto: the training backend's, which is what sharing them needs."""
     memory: float | None = Field(default=None, gt=0, lt=1)
     """Share of the device's memory for weights and KV cache; the rest is the trainer's. Default: 0.5 on CUDA, 0.1 on CPU."""
     max_model_len: int | None = Field(default=None, gt=0)
@@ -35,7 +36,7 @@ class VLLMConfig(ComponentConfig):
     max_num_seqs: int | None = Field(default=None, gt=0)
     """Most samples decoded at once. Default: 1024 on CUDA, 256 on CPU."""
     max_num_batched_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens computed in one step, prefill included. Default: 8192."""
+    """Most tokens computed in one step, prefill included. Default: 16384 on CUDA, 8192 on CPU."""
     cuda_graphs: bool = True
     """Capture decode steps of up to `max_num_seqs` samples as CUDA graphs; off is slower by far, and starts faster."""
     cpu_linear: Literal["shared", "packed"] = "shared"
@@ -97,17 +98,17 @@ class VLLM(Engine):
     def generate(self, requests: Sequence[Request]) -> Iterator[Sample]:
         """See Engine: samples of all requests are decoded together, each leaves when it is finished. Closing the iterator drops the rest.
 
-        Raises DataError for a prompt that leaves no room for `max_new_tokens`.
+        A sample ends with `length` at `max_new_tokens` or at `max_model_len`. Raises DataError for a prompt that leaves no room.
         """
-        core, open_ = self._core, {}
-        room = core.max_model_len
+        core, room = self._core, self._core.max_model_len
+        open_: dict[str, Sample] = {}
         for request in requests:
-            s = request.sampling
-            if not request.tokens or len(request.tokens) + s.max_new_tokens > room:
+            if not 0 < len(request.tokens) < room:
                 raise DataError(
-                    f"request {request.id}: prompt of {len(request.tokens)} tokens + max_new_tokens {s.max_new_tokens} = "
-                    f"{len(request.tokens) + s.max_new_tokens}; engine vllm takes 1 to {room}: raise engine.max_model_len or shorten either"
+                    f"prompt {request.id}: {len(request.tokens)} tokens + at least 1 new one must be 2 to engine.max_model_len {room}; "
+                    "raise that, or shorten or drop the prompt"
                 )
+        gc.freeze()  # what is alive now need not be searched for garbage at every few thousand tokens
         try:
             for request in requests:
                 s, tokens = request.sampling, list(request.tokens)
@@ -126,6 +127,7 @@ class VLLM(Engine):
                         sample.finish_reason, sample.versions = out.finish, [self.version] * len(sample.tokens)
                         yield open_.pop(out.key)
         finally:
+            gc.unfreeze()
             if open_:
                 core.abort(list(open_))
 
