@@ -19,8 +19,8 @@ from jackfield_reshard.topology import Topology
 class Flow:
     """One box of every tensor of a class, needed by some ranks and held by others.
 
-    The units to send are (tensor, needer) in that order; the first `counts[0]` of them are sent by `holders[0]` and so on, so that
-    who sends what to whom follows from a few numbers, however many ranks there are.
+    The units to send are (needer, tensor) in that order; the first `counts[0]` of them are sent by `holders[0]` and so on, so that
+    who sends what to whom follows from a few numbers, however many ranks there are, and a needer has few senders.
     """
 
     tensor_class: int

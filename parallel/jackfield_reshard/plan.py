@@ -137,13 +137,18 @@ class Plan:
                     if (destination is None or to == destination) and (source is None or origin == source):
                         yield from (Move(name, box, int(origin), int(to), 0, flow.bytes) for name in names)
                 continue
-            units = np.arange(len(names) * n)
+            count = len(names)
+            units = np.arange(count * n)
             if destination is not None:
-                units = units[np.flatnonzero(flow.needers == destination)[0] :: n]
+                units = units[int(np.flatnonzero(flow.needers == destination)[0]) * count :][:count]
+            elif source is not None:
+                ends = np.cumsum(flow.counts)
+                at = int(np.flatnonzero(flow.holders == source)[0])
+                units = units[ends[at] - flow.counts[at] : ends[at]]
             senders = flow.sender(units)
             for unit, sender in zip(units, senders, strict=True):
                 if source is None or sender == source:
-                    yield Move(names[unit // n], box, int(sender), int(flow.needers[unit % n]), flow.tier, flow.bytes)
+                    yield Move(names[unit % count], box, int(sender), int(flow.needers[unit // count]), flow.tier, flow.bytes)
 
     def pair_bytes(self) -> np.ndarray:
         """Bytes from each source rank to each destination rank, tier 0 included: an int array [sources, destinations]."""
@@ -152,7 +157,7 @@ class Plan:
             count, n = len(self.classes[flow.tensor_class].names), len(flow.needers)
             if flow.tier:
                 senders = flow.sender(np.arange(count * n))
-                np.add.at(out, (senders, np.tile(flow.needers, count)), flow.bytes)
+                np.add.at(out, (senders, np.repeat(flow.needers, count)), flow.bytes)
             else:
                 np.add.at(out, (flow.holders, flow.needers), flow.bytes * count)
         return out
