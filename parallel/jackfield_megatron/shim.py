@@ -9,6 +9,10 @@ Megatron-Core no longer contains the code that a patch is for.
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,6 +143,35 @@ def scope() -> Iterator[None]:
             setattr(module, name, value)
 
 
+def _stand_in_for_triton() -> list[str]:
+    """Megatron-Core 0.19 imports triton while it defines kernels that a CPU never runs; a name is enough where it is missing.
+
+    Returns the names to take away again after the import, so that nobody else believes that triton is here.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        return []
+
+    class Anything(types.ModuleType):
+        """Any attribute, callable, usable as a decorator with and without arguments."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return Anything(f"{self.__name__}.{name}")
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else Anything(self.__name__)
+
+    names = ["triton", "triton.language", "triton.runtime"]
+    for name in names:
+        module = Anything(name)
+        module.__path__ = []
+        module.__version__ = "3.4.0"  # type: ignore[attr-defined]
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        sys.modules[name] = module
+    return names
+
+
 def import_megatron() -> None:
     """Import the parts of Megatron-Core that others import lazily, with two import-time corrections.
 
@@ -147,7 +180,9 @@ def import_megatron() -> None:
     Engine is missing, on a GPU as well.
     """
     compile_ = torch.compile
+    borrowed: list[str] = []
     if not torch.cuda.is_available():
+        borrowed = _stand_in_for_triton()
         torch.compile = lambda f=None, **k: f if f is not None else (lambda g: g)  # type: ignore[assignment]
     try:
         importlib.import_module("megatron.core.tensor_parallel.random")
@@ -155,5 +190,7 @@ def import_megatron() -> None:
         moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     finally:
         torch.compile = compile_
+        for name in borrowed:
+            del sys.modules[name]
     if getattr(moe, "te_general_gemm", _missing) is _missing:
         moe.te_general_gemm = None  # type: ignore[attr-defined]
