@@ -175,3 +175,32 @@ def random_batch(
         loss_scale=reduction_scale(loss_mask, "token-mean", max_length),
         batch_size=[size],
     )
+
+
+def plain_model(folder: Path | str) -> Any:
+    """The folder's model as transformers itself makes it, in float32: what everything else is compared with."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32)
+
+
+def reference_log_probs(model: Any, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """float32 [B, T], differentiable: each response token's log-prob from one plain forward pass a sample, 0 elsewhere."""
+    rows = []
+    for tokens, length, mask in zip(batch.tokens, batch.lengths.tolist(), batch.response_mask, strict=True):
+        logits = model(input_ids=tokens[None, :length]).logits[0, :-1] / temperature
+        row = logits.log_softmax(-1).gather(-1, tokens[1:length, None])[:, 0]
+        row = torch.nn.functional.pad(row, (1, len(tokens) - length))
+        rows.append(torch.where(mask, row, 0))
+    return torch.stack(rows)
+
+
+def reference_gradient(folder: Path | str, batch: Batch, loss: Any) -> dict[str, Tensor]:
+    """Gradient of `loss` by parameter name, from plain forward passes."""
+    from jackfield.components import Outputs
+
+    model = plain_model(folder)
+    value, _ = loss(Outputs(reference_log_probs(model, batch)), batch)
+    value.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
