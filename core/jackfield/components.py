@@ -55,6 +55,8 @@ class WorkerContext:
     world_size: int = 1
     dtype: str = "float32"
     """For an engine: type of the policy's parameters, which is what it should serve where sharing them is wanted."""
+    group: Any = None
+    """The process group of `rank` and `world_size` where it is not the default one: trainers and separate engines together."""
 
 
 @dataclass(frozen=True)
@@ -269,8 +271,9 @@ class Transport(Component):
     kind = "transport"
 
     @abstractmethod
-    def connect(self, source: Backend, destination: Engine, context: WorkerContext) -> None:
-        """Plan once (collective). May re-point either side's storage so that later syncs move less."""
+    def connect(self, source: Backend | None, destination: Engine | None, context: WorkerContext) -> None:
+        """Plan once (collective). May re-point either side's storage so that later syncs move less. Where engines have workers of
+        their own, a trainer's worker has no engine and an engine's no backend: None; `context` then spans both."""
 
     @abstractmethod
     def sync(self, version: int) -> SyncReport:
@@ -283,6 +286,9 @@ class Reward(Component):
     kind = "reward"
     isolated: ClassVar[bool] = False
     """True for rewards that bound their own time; the core gives up others after their `deadline`."""
+
+    def setup(self, context: WorkerContext) -> None:
+        """Load models, once, before the first `score`; on the controller, or on each worker where the reward has workers."""
 
     @abstractmethod
     def score(self, records: Sequence[dict[str, Any]]) -> Sequence[Any]:

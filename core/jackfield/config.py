@@ -35,7 +35,27 @@ def _spec(value: Any) -> Any:
 Spec = Annotated[ComponentSpec, BeforeValidator(_spec)]
 
 
-class RewardSpec(ComponentSpec):
+class PlacedSpec(ComponentSpec):
+    """A chosen component that may have workers of its own."""
+
+    gpus: int | None = Field(default=None, gt=0)
+    """Workers of its own, one a GPU; default: none. An engine then shares the policy's, a reward runs on the controller."""
+    colocate: str | None = None
+    """Share the workers of this role (its name)."""
+
+
+def _engine(value: Any) -> Any:
+    return _lift(_spec(value), ("gpus", "colocate"))
+
+
+def _lift(value: Any, names: Sequence[str]) -> Any:
+    if not isinstance(value, dict) or not isinstance(value.get("options", {}), dict):
+        return value
+    options = dict(value.get("options", {}))
+    return {**value, **{k: options.pop(k) for k in names if k in options}, "options": options}
+
+
+class RewardSpec(PlacedSpec):
     """A chosen reward with its weight."""
 
     weight: float = 1.0
@@ -49,12 +69,9 @@ class RewardSpec(ComponentSpec):
 
 
 def _reward(value: Any) -> Any:
-    value = _spec(value)
-    if isinstance(value, dict) and isinstance(value.get("options", {}), dict):
-        options = dict(value.get("options", {}))
-        own = {k: options.pop(k) for k in ("weight", "label", "deadline", "max_failures") if k in options}
-        label = str(options.get("function", value.get("name"))).rpartition(":")[2]
-        value = {"label": label, **value, **own, "options": options}
+    value = _lift(_spec(value), ("weight", "label", "deadline", "max_failures", "gpus", "colocate"))
+    if isinstance(value, dict) and isinstance(options := value.get("options", {}), dict):
+        value = {"label": str(options.get("function", value.get("name"))).rpartition(":")[2], **value}
     return value
 
 
@@ -144,6 +161,8 @@ class CheckpointConfig(ComponentConfig):
     """Newest checkpoints kept."""
     resume: Literal["auto", "never"] | Path = "auto"
     """auto: from the newest complete checkpoint in the run's folder, if there is one; or a checkpoint folder."""
+    max_restarts: int = Field(default=0, ge=0)
+    """Times that the run resumes from its newest checkpoint by itself, with new workers, after a worker has failed."""
 
 
 class RunConfig(ComponentConfig):
@@ -161,7 +180,7 @@ class RunConfig(ComponentConfig):
     """The frozen reference; used only if the algorithm needs it."""
     critic: RoleConfig = RoleConfig()
     """The value model; used only if the algorithm needs it."""
-    engine: Spec = ComponentSpec(name="hf")
+    engine: Annotated[PlacedSpec, BeforeValidator(_engine)] = PlacedSpec(name="hf")
     """Generates the responses."""
     share_memory: bool = False
     """On a shared GPU: the engine gives its KV cache's memory to the trainer for the update, the trainer its optimizer states' to

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from jackfield.components import Launcher
 from jackfield.config import RunConfig
+from jackfield.errors import ConfigError
 
 
 class WorkerGroup(Protocol):
@@ -49,7 +50,11 @@ class LocalLauncher(Launcher):
     """One process, world size 1: the embedded default."""
 
     def start(self, config: RunConfig, roles: Sequence[str]) -> dict[str, WorkerGroup]:
-        """One worker for all roles."""
+        """One worker for all roles. Raises ConfigError where a role wants more."""
+        wanted = {role: getattr(config, role, None) or next(r for r in config.rewards if r.label == role) for role in roles}
+        for role, spec in wanted.items():
+            if (spec.gpus or 1) > 1:
+                raise ConfigError(f"{role} wants gpus: {spec.gpus}, but launcher local is one process: use launcher fork or ray")
         import torch
 
         from jackfield.worker import Worker

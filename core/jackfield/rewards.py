@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import traceback
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from jackfield.batch import Batch
 from jackfield.components import Reward
 from jackfield.errors import JackfieldError, PluginError, ScoreError
 from jackfield.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from jackfield.launcher import WorkerGroup
 
 
 class RewardHook:
@@ -28,7 +31,7 @@ class RewardHook:
     @hookimpl
     def score(self, run: Any, batch: Batch) -> dict[str, Tensor]:
         """{label: float32 [B]}. Raises PluginError after `max_failures` batches in a row of which more than half failed."""
-        values = self._isolated([dict(record) for record in batch.records]) if len(batch) else []
+        values = self.isolated([dict(record) for record in batch.records]) if len(batch) else []
         scores = [self._number(value) for value in values]
         failed = sum(math.isnan(s) for s in scores)
         name = f"reward/{self.label}/failed"
@@ -42,7 +45,7 @@ class RewardHook:
         self.first_error = self.first_error if self.bad_batches else ""
         return {self.label: torch.tensor(scores, dtype=torch.float32)}
 
-    def _isolated(self, records: list[dict[str, Any]]) -> list[Any]:
+    def isolated(self, records: list[dict[str, Any]]) -> list[Any]:
         """One value or exception a record: from one call or, where that raises or hangs, from a call for each."""
         try:
             return self._call(records)
@@ -55,7 +58,7 @@ class RewardHook:
         values: list[Any] = []
         hung = 0
         for record in records:
-            values += self._isolated([record])
+            values += self.isolated([record])
             hung = hung + 1 if isinstance(values[-1], TimeoutError) else 0
             if hung >= self.max_failures:
                 raise PluginError(f"reward {self.label!r} hung on {hung} samples in a row, {self.deadline:g} s each; correct it")
@@ -100,6 +103,23 @@ class RewardHook:
     def _note(self, error: Exception) -> None:
         text = str(error) if isinstance(error, ScoreError) else "".join(traceback.format_exception(error))
         self.first_error = self.first_error or text
+
+
+class PlacedReward(Reward):
+    """Stands on the controller for a reward that has workers: each scores a contiguous share of the records."""
+
+    isolated = True
+
+    def __init__(self, label: str, group: WorkerGroup) -> None:
+        super().__init__()
+        self.label, self.group = label, group
+        group.call("setup_reward", label)
+
+    def score(self, records: Sequence[dict[str, Any]]) -> list[Any]:
+        """See Reward."""
+        step = -(-len(records) // self.group.size)
+        shares = [list(records[rank * step : (rank + 1) * step]) for rank in range(self.group.size)]
+        return [value for values in self.group.scatter("score", self.label, shares) for value in values]
 
 
 def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float], size: int) -> tuple[Tensor, Tensor]:

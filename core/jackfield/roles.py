@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,19 +103,22 @@ class Policy(Role):
     version = 0
     """Version of the weights that the engine serves: the number of steps trained."""
 
-    def __init__(self, name: str, group: WorkerGroup, config: RunConfig) -> None:
-        super().__init__(name, group, config)
-        self.replicas: list[Position] = group.call("setup_engine")
+    def __init__(self, groups: Mapping[str, WorkerGroup], config: RunConfig) -> None:
+        super().__init__("policy", groups["policy"], config)
+        self.engines = groups.get("engine", self.group)
+        self.link = groups.get("link", self.group)
+        """Trainers and engines together."""
+        self.replicas: list[Position] = [p for p in self.link.call("setup_engine") if p is not None]
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Sample]:
         """Samples as they finish, in any order; requests are dealt to the engine's replicas, longest prompts first."""
         count = self.replicas[0].dp_size
         order = sorted(requests, key=lambda r: -len(r.tokens))
-        yield from self.group.stream("generate", [order[p.dp_rank :: count] for p in self.replicas])
+        yield from self.engines.stream("generate", [order[p.dp_rank :: count] for p in self.replicas])
 
     def sync(self, version: int) -> SyncReport:
         """Serve the policy's current weights as `version`; seconds of the slowest rank, bytes of all."""
-        reports: list[SyncReport] = self.group.call("sync", version)
+        reports: list[SyncReport] = self.link.call("sync", version)
         self.version = version
         phases = {name for r in reports for name in r.seconds}
         return SyncReport(

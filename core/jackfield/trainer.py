@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from jackfield import checkpoint, registry, runner
+from jackfield.components import WorkerContext
 from jackfield.config import RunConfig
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, WorkerError
 from jackfield.manager import PluginManager
 from jackfield.metrics import JsonLines
-from jackfield.rewards import RewardHook
+from jackfield.rewards import PlacedReward, RewardHook
 from jackfield.roles import Policy, Role
 from jackfield.run import PromptStream, Run
 
@@ -32,10 +34,12 @@ class Trainer:
         self._register("metrics.jsonl", JsonLines())
         self._register(config.algorithm.name, algorithm)
         self._register(config.rollout.name, registry.build("rollout", config.rollout))
+        self.rewards: dict[str, RewardHook] = {}
         for reward in config.rewards:
             label = reward.label or reward.name
             component = registry.build("reward", reward)
-            self._register(f"reward {label}", RewardHook(component, label, deadline=reward.deadline, max_failures=reward.max_failures))
+            self.rewards[label] = RewardHook(component, label, deadline=reward.deadline, max_failures=reward.max_failures)
+            self._register(f"reward {label}", self.rewards[label])
             self._register(f"hooks of reward {label}", component)
         for kind, specs in (("tracker", config.trackers), ("hooks", config.hooks)):
             for spec in specs:
@@ -61,7 +65,22 @@ class Trainer:
             raise ConfigError(f"algorithm.mini_batches is {steps}, more than the {self.config.batch.prompts} groups of batch.prompts")
 
     def train(self) -> Run:
-        """Start the workers, resume if there is a checkpoint, train, save; the finished run."""
+        """Start the workers, resume if there is a checkpoint, train, save; the finished run.
+
+        After a WorkerError a new trainer resumes from the newest checkpoint, up to `checkpoint.max_restarts` times.
+        """
+        settings = self.config.checkpoint
+        try:
+            return self._train()
+        except WorkerError as error:
+            if not settings.max_restarts:
+                raise
+            print(f"{error}\nresuming by itself; {settings.max_restarts - 1} restarts are left after this one", file=sys.stderr, flush=True)
+        resume = "auto" if checkpoint.complete(self.config.dir) else settings.resume
+        again = settings.model_copy(update={"max_restarts": settings.max_restarts - 1, "resume": resume})
+        return type(self)(self.config.model_copy(update={"checkpoint": again})).train()
+
+    def _train(self) -> Run:
         run, config = self.run, self.config
         try:
             self._start()
@@ -85,11 +104,23 @@ class Trainer:
         random.seed(config.seed)
         torch.manual_seed(config.seed)
         needs = run.algorithm.needs
-        roles = ["policy", *(["reference"] if needs.reference else []), *(["critic"] if needs.values else [])]
-        groups = self.launcher.start(config, roles)
-        run.policy = Policy("policy", groups["policy"], config)
-        for name in roles[1:]:
-            setattr(run, name, Role(name, groups[name], config))
+        wanted = {
+            "policy": True,
+            "reference": needs.reference,
+            "critic": needs.values,
+            "engine": config.engine.gpus or config.engine.colocate,
+        }
+        wanted |= {spec.label or spec.name: spec.gpus or spec.colocate for spec in config.rewards}
+        groups = self.launcher.start(config, [role for role, here in wanted.items() if here])
+        run.policy = Policy(groups, config)
+        for name in ("reference", "critic"):
+            if name in groups:
+                setattr(run, name, Role(name, groups[name], config))
+        for label, hook in self.rewards.items():
+            if label in groups:
+                hook.reward = PlacedReward(label, groups[label])
+            else:
+                hook.reward.setup(WorkerContext(label, torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.seed))
         config.dir.mkdir(parents=True, exist_ok=True)
         (config.dir / "config.json").write_text(config.model_dump_json(indent=1))
         for stale in (config.dir / "checkpoints").glob(".partial-*"):

@@ -22,6 +22,7 @@ from jackfield.components import (
 )
 from jackfield.config import RunConfig, role_config
 from jackfield.loss import BoundLoss
+from jackfield.rewards import RewardHook
 from jackfield.shard import SyncReport
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class Worker:
         self.backends: dict[str, Backend] = {}
         self.engine: Engine | None = None
         self.transport: Transport | None = None
+        self.link: WorkerContext | None = None
+        """Where this worker stands among trainers and engines together; set by launchers that keep them apart."""
+        self.rewards: dict[str, RewardHook] = {}
         self.algorithm = registry.build("algorithm", config.algorithm)
         self.generating = True
         """Who has the device's memory where it is shared: the engine (True, as it is built) or the trainer."""
@@ -56,18 +60,31 @@ class Worker:
         self.backends[role] = backend
         return backend.position
 
-    def setup_engine(self) -> Position:
-        """Build the engine and connect it to the policy's backend."""
-        model = role_config(self.config, "policy").model
-        assert model is not None
-        if self.config.share_memory:
-            self.backends["policy"].offload()
-        self.engine = registry.build("engine", self.config.engine)
-        context = replace(self.context("policy"), dtype=getattr(self.backends["policy"].config, "dtype", "float32"))
-        self.engine.setup(model, context)
+    def setup_engine(self) -> Position | None:
+        """Build the engine, unless it has workers of its own elsewhere (then None), and connect it to the policy's backend."""
+        config, backend = role_config(self.config, "policy"), self.backends.get("policy")
+        assert config.model is not None
+        assert config.backend is not None
+        if backend is None or self.link is None:
+            if backend is not None and self.config.share_memory:
+                backend.offload()
+            settings = (backend or registry.build("backend", config.backend)).config
+            self.engine = registry.build("engine", self.config.engine)
+            self.engine.setup(config.model, replace(self.context("policy"), dtype=getattr(settings, "dtype", "float32")))
         self.transport = registry.build("transport", self.config.transport)
-        self.transport.connect(self.backends["policy"], self.engine, self.context("policy"))
-        return self.engine.position
+        self.transport.connect(backend, self.engine, self.link or self.context("policy"))
+        return self.engine.position if self.engine else None
+
+    def setup_reward(self, label: str) -> None:
+        """Build a reward that has workers."""
+        spec = next(spec for spec in self.config.rewards if spec.label == label)
+        reward = registry.build("reward", spec)
+        reward.setup(self.context(label))
+        self.rewards[label] = RewardHook(reward, label, deadline=spec.deadline, max_failures=spec.max_failures)
+
+    def score(self, label: str, records: list[dict[str, Any]]) -> list[Any]:
+        """One score a record, or the error in its place."""
+        return self.rewards[label].isolated(records)
 
     def forward(self, role: str, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs] | None:
         """Outputs on the CPU, or None where another rank returns them."""

@@ -20,9 +20,9 @@ from jackfield.errors import ConfigError
 from jackfield.launcher import WorkerGroup
 from jackfield_workers import zygote
 from jackfield_workers.fingerprint import Fingerprint, fingerprint
-from jackfield_workers.group import PipeGroup, serve
+from jackfield_workers.group import PipeGroup, Switchboard, serve
 from jackfield_workers.host import Host, Seat
-from jackfield_workers.placement import Pool, pools
+from jackfield_workers.placement import Pool, first_ranks, linked, pools
 
 
 class ForkedProcess:
@@ -84,7 +84,7 @@ class ForkLauncher(Launcher):
         """Seconds a collective may wait for its slowest rank before every rank gives up."""
 
     config: Config
-    groups: Sequence[PipeGroup] = ()
+    board: Switchboard | None = None
     folder: Path | None = None
 
     def start(self, config: RunConfig, roles: Sequence[str]) -> dict[str, WorkerGroup]:
@@ -97,10 +97,20 @@ class ForkLauncher(Launcher):
         total = sum(pool.size for pool in found)
         threads = self.config.threads or max(len(os.sched_getaffinity(0)) // total, 1)
         expected, preload = fingerprint(config), () if cuda else _modules(config)
-        self.groups = [PipeGroup(self._pool(pool, config, expected, preload, cuda, threads, logs)) for pool in found]
-        for group in self.groups:
-            group.call("start")
-        return {role: group for pool, group in zip(found, self.groups, strict=True) for role in pool.roles}
+        board = self.board = Switchboard()
+        processes: dict[str, list[ForkedProcess]] = {}
+        for pool in found:
+            processes[pool.name] = self._pool(pool, config, expected, preload, cuda, threads, logs)
+            board.add(processes[pool.name])
+        groups = {pool.name: PipeGroup(processes[pool.name], board) for pool in found}
+        everyone = PipeGroup([p for pool in found for p in processes[pool.name]], board)
+        everyone.call("start")
+        result: dict[str, WorkerGroup] = {role: groups[pool.name] for pool in found for role in pool.roles}
+        if link := linked(found):
+            both = PipeGroup([p for pool in link for p in processes[pool.name]], board)
+            both.call("link", f"file:{self.folder}/link", first_ranks(link), both.size)
+            result["link"] = both
+        return result
 
     def _devices(self) -> tuple[bool, int]:
         import torch
@@ -129,9 +139,8 @@ class ForkLauncher(Launcher):
 
     def stop(self) -> None:
         """End every worker."""
-        for group in self.groups:
-            group.kill()
-        self.groups = ()
+        if self.board is not None:
+            self.board.kill()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, Protocol
 
@@ -31,122 +31,161 @@ class Process(Protocol):
         """End it now."""
 
 
-class PipeGroup:
-    """See jackfield.launcher.WorkerGroup. One call at a time; threads wait for each other."""
+class Switchboard:
+    """The connections of one run: reads whatever arrives, files it by call, and knows whether the run's workers still live."""
 
-    def __init__(self, processes: Sequence[Process]) -> None:
-        self.processes, self.size = list(processes), len(processes)
-        self.ranks = {p.connection: rank for rank, p in enumerate(processes)}
-        self.inbox: dict[tuple[int, int], deque[tuple[str, Any]]] = defaultdict(deque)
+    def __init__(self) -> None:
+        self.processes: dict[Connection, Process] = {}
+        self.inbox: dict[tuple[int, Connection], deque[tuple[str, Any]]] = defaultdict(deque)
         self.calls = 0
         self.broken: str | None = None
         self.lock = threading.RLock()
 
+    def add(self, processes: Sequence[Process]) -> None:
+        """Watch more workers."""
+        self.processes |= {p.connection: p for p in processes}
+
+    def next(self, call: int, connections: Sequence[Connection], limit: float | None) -> tuple[Connection, str, Any] | None:
+        """The next message of a call from one of `connections`; None after `limit` (monotonic seconds). Raises Died."""
+        while True:
+            for connection in connections:
+                if box := self.inbox.get((call, connection)):
+                    kind, value = box.popleft()
+                    if not box:
+                        del self.inbox[call, connection]
+                    return connection, kind, value
+            ready = wait(list(self.processes), None if limit is None else max(limit - time.monotonic(), 0))
+            if not ready:
+                return None
+            for found in ready:
+                assert isinstance(found, Connection)
+                try:
+                    number, kind, value = unpack(receive(found))
+                except (EOFError, OSError):
+                    raise Died(self.processes[found]) from None
+                self.inbox[number, found].append((kind, value))
+
+    def kill(self) -> None:
+        """End every worker."""
+        self.broken = self.broken or "the workers have been stopped"
+        for process in self.processes.values():
+            process.kill()
+
+
+class Died(Exception):
+    """A worker's connection has closed."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process.name)
+        self.process = process
+
+
+class PipeGroup:
+    """See jackfield.launcher.WorkerGroup. One call at a time for all groups of a switchboard; threads wait for each other."""
+
+    def __init__(self, processes: Sequence[Process], board: Switchboard) -> None:
+        self.processes, self.size, self.board = list(processes), len(processes), board
+        self.ranks = {p.connection: rank for rank, p in enumerate(processes)}
+
     def call(self, method: str, *args: Any) -> list[Any]:
         """See WorkerGroup."""
-        return self._collect(method, self._post("call", method, [args] * self.size))
+        return self._collect(method, [args] * self.size)
 
     def scatter(self, method: str, role: str | None, shares: Sequence[Any], *args: Any) -> list[Any]:
         """See WorkerGroup."""
         before = (role,) if role else ()
-        return self._collect(method, self._post("call", method, [(*before, share, *args) for share in shares]))
+        return self._collect(method, same_where_same(shares, lambda share: (*before, share, *args)))
 
     def stream(self, method: str, shares: Sequence[Any]) -> Iterator[Any]:
         """See WorkerGroup."""
-        with self.lock:
-            call = self._post("stream", method, [(share,) for share in shares])
-            open_ranks = set(range(self.size))
-            failures: dict[int, Failure] = {}
+        with self.board.lock:
+            call = self._post("stream", method, same_where_same(shares, lambda share: (share,)))
+            waiting = dict.fromkeys(self.ranks)
+            failures: dict[Process, Failure] = {}
             try:
-                while open_ranks:
-                    rank, kind, value = self._next(method, call, open_ranks, failures)
+                while waiting:
+                    connection, kind, value = self._next(method, call, waiting, failures)
                     if kind == "item":
                         if not failures:
                             yield value
                         continue
-                    open_ranks.discard(rank)
+                    del waiting[connection]
                     if kind == "failure":
-                        failures[rank] = value
+                        failures[self.board.processes[connection]] = value
             except GeneratorExit:
                 # The workers send on until they are done: what they send must be read, or the next call finds them blocked.
-                while open_ranks and not failures:
-                    rank, kind, _ = self._next(method, call, open_ranks, failures)
+                while waiting and not failures:
+                    connection, kind, _ = self._next(method, call, waiting, failures)
                     if kind != "item":
-                        open_ranks.discard(rank)
+                        del waiting[connection]
                 raise
-            self._raise_first(method, failures)
+            if failures:
+                raise first(method, failures)
 
     def _post(self, kind: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> int:
-        with self.lock:
-            if self.broken:
-                raise WorkerError(self.broken)
-            self.calls += 1
-            packets: dict[int, Packet] = {}
-            for process, args in zip(self.processes, arguments, strict=True):
-                if id(args) not in packets:
-                    packets[id(args)] = pack((self.calls, kind, method, args))
-                try:
-                    send(process.connection, packets[id(args)])
-                except OSError:
-                    self._died(process, method)
-            return self.calls
+        if self.board.broken:
+            raise WorkerError(self.board.broken)
+        self.board.calls += 1
+        packets: dict[int, Packet] = {}
+        for process, args in zip(self.processes, arguments, strict=True):
+            if id(args) not in packets:
+                packets[id(args)] = pack((self.board.calls, kind, method, args))
+            try:
+                send(process.connection, packets[id(args)])
+            except OSError:
+                self._died(process, method)
+        return self.board.calls
 
-    def _collect(self, method: str, call: int) -> list[Any]:
-        with self.lock:
+    def _collect(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        with self.board.lock:
+            call = self._post("call", method, arguments)
             results: dict[int, Any] = {}
-            failures: dict[int, Failure] = {}
-            waiting = set(range(self.size))
+            failures: dict[Process, Failure] = {}
+            waiting = dict.fromkeys(self.ranks)
             while waiting:
-                rank, kind, value = self._next(method, call, waiting, failures)
-                waiting.discard(rank)
-                (failures if kind == "failure" else results)[rank] = value
-            self._raise_first(method, failures)
+                connection, kind, value = self._next(method, call, waiting, failures)
+                del waiting[connection]
+                if kind == "failure":
+                    failures[self.board.processes[connection]] = value
+                else:
+                    results[self.ranks[connection]] = value
+            if failures:
+                raise first(method, failures)
             return [results[rank] for rank in range(self.size)]
 
-    def _next(self, method: str, call: int, ranks: set[int], failures: dict[int, Failure]) -> tuple[int, str, Any]:
-        """The next message of a call from one of `ranks`. Raises WorkerError when a worker dies or stays stuck after a failure."""
-        limit = time.monotonic() + GRACE if failures else None
-        while True:
-            for rank in sorted(ranks):
-                if box := self.inbox.get((call, rank)):
-                    return rank, *box.popleft()
-            ready = wait([p.connection for p in self.processes], None if limit is None else max(limit - time.monotonic(), 0))
-            if not ready:
-                self._break(method, failures)
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = self.ranks[connection]
-                try:
-                    found, kind, value = unpack(receive(connection))
-                except (EOFError, OSError):
-                    if failures:
-                        self._break(method, failures)
-                    self._died(self.processes[rank], method)
-                self.inbox[found, rank].append((kind, value))
-
-    def _error(self, method: str, failures: dict[int, Failure]) -> JackfieldError:
-        rank = next(iter(failures))
-        return failures[rank].raised(self.processes[rank].name, method, self.processes[rank].log)
-
-    def _raise_first(self, method: str, failures: dict[int, Failure]) -> None:
-        if failures:
-            raise self._error(method, failures)
-
-    def _break(self, method: str, failures: dict[int, Failure]) -> NoReturn:
-        error = self._error(method, failures)
-        self.broken = f"the workers have been stopped: {error}"
-        self.kill()
-        raise error
+    def _next(
+        self, method: str, call: int, waiting: dict[Connection, None], failures: dict[Process, Failure]
+    ) -> tuple[Connection, str, Any]:
+        """The next message. Raises when a worker dies, or stays stuck after another has failed; all workers are ended then."""
+        try:
+            found = self.board.next(call, list(waiting), time.monotonic() + GRACE if failures else None)
+        except Died as death:
+            if not failures:
+                self._died(death.process, method)
+            found = None
+        if found is None:
+            error = first(method, failures)
+            self.board.broken = f"the workers have been stopped: {error}"
+            self.board.kill()
+            raise error
+        return found
 
     def _died(self, process: Process, method: str) -> NoReturn:
-        self.broken = f"{process.name} {process.fate()} during {method}; its output is in {process.log}"
-        self.kill()
-        raise WorkerError(self.broken)
+        self.board.broken = f"{process.name} {process.fate()} during {method}; its output is in {process.log}"
+        self.board.kill()
+        raise WorkerError(self.board.broken)
 
-    def kill(self) -> None:
-        """End every worker."""
-        for process in self.processes:
-            process.kill()
+
+def same_where_same(shares: Sequence[Any], build: Callable[[Any], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Arguments for every share; ranks that are given the same object get the same tuple, which is packed once."""
+    made: dict[int, tuple[Any, ...]] = {}
+    return [made.setdefault(id(share), build(share)) for share in shares]
+
+
+def first(method: str, failures: dict[Process, Failure]) -> JackfieldError:
+    """The error of the worker that failed first; the others usually fail because it did."""
+    process, failure = next(iter(failures.items()))
+    return failure.raised(process.name, method, process.log)
 
 
 def serve(connection: Connection, target: Any) -> None:

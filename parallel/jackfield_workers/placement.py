@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
 
+MODELS = ("policy", "reference", "critic", "engine")
+"""Fields of the config that can have workers; every other role is a reward's label."""
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -24,12 +27,29 @@ class Pool:
 
 
 def wanted(config: RunConfig, role: str) -> tuple[int | None, str | None]:
-    """(`gpus`, `colocate`) of a role as the config says, with the defaults of reference and critic filled in."""
-    own = getattr(config, role)
+    """(`gpus`, `colocate`) of a role as the config says, with the defaults of reference and critic filled in.
+
+    A role is `policy`, `reference`, `critic`, `engine`, or the label of a reward.
+    """
+    own = getattr(config, role) if role in MODELS else next(spec for spec in config.rewards if (spec.label or spec.name) == role)
     colocate = own.colocate
     if role != "policy" and colocate is None and own.gpus is None:
         colocate = "policy"
     return own.gpus, colocate
+
+
+def linked(found: Sequence[Pool]) -> list[Pool]:
+    """The pools of policy and engine where the engine has workers of its own: they must reach each other to bring weights over."""
+    both = [pool for pool in found if "policy" in pool.roles or "engine" in pool.roles]
+    return both if len(both) > 1 else []
+
+
+def first_ranks(link: Sequence[Pool]) -> dict[str, int]:
+    """The first rank of each pool in the group that spans them: one pool after the other."""
+    result: dict[str, int] = {}
+    for pool in link:
+        result[pool.name] = sum(p.size for p in link if p.name in result)
+    return result
 
 
 def _owner(config: RunConfig, role: str, roles: Sequence[str]) -> str:

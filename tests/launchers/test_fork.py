@@ -181,3 +181,86 @@ def test_killing_the_controller_ends_its_workers(fake, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert gone(workers)
+
+
+RESTART = ["checkpoint.every=1", "checkpoint.max_restarts=1"]
+PPO = ["algorithm.name=ppo", "algorithm.kl.coef=0.01", "critic.optimizer.lr=0.5"]
+
+
+def test_the_seeds_case_at_quarter_scale(fake, pids):
+    """Actor on 2, critic on 1, reward model on 1, and an engine on 1 of its own: the same run as in one process."""
+    together = fake(*PPO, folder="together")
+    Trainer(together).train()
+    apart = fake(
+        *PPO,
+        *["launcher.name=fork", "launcher.workers=5", "launcher.device=cpu"],
+        *["policy.gpus=2", "critic.gpus=1", "engine.name=jackfield.testing.fakes:FakeEngine", "engine.gpus=1"],
+        "rewards=[{name: 'jackfield.testing.fakes:FakeReward', gpus: 1}]",
+        folder="apart",
+    )
+    run = Trainer(apart).train()
+    assert len(pids) == 5 and gone(pids)
+    torch.testing.assert_close(table(apart), table(together), rtol=1e-5, atol=1e-7)
+    critics = [torch.load(c.dir / "checkpoints" / "step-00000003" / "critic" / "table.pt")["table"] for c in (together, apart)]
+    torch.testing.assert_close(*critics, rtol=1e-5, atol=1e-7)
+    assert {p.name for p in run.policy.engines.processes} == {"engine worker 0 of 1"}
+    assert run.metrics["sync/bytes_sent"] > 0
+
+
+def test_a_reward_on_workers_is_isolated_there(fake, tmp_path):
+    file = tmp_path / "fussy.py"
+    file.write_text(
+        "from jackfield.components import Reward\n"
+        "class Fussy(Reward):\n"
+        "    def score(self, records):\n"
+        "        if any(r['row'] == 3 for r in records):\n"
+        "            raise ValueError('no threes')\n"
+        "        return [float(r['row']) for r in records]\n"
+    )
+    config = fake(
+        "dataset.name=jackfield.testing.fakes:FakeDataset",
+        "dataset.rows=4",
+        "launcher.name=fork",
+        "launcher.workers=3",
+        f"rewards=[{{name: '{file}:Fussy', gpus: 2}}]",
+        "steps=1",
+    )
+    seen = []
+
+    class Look:
+        from jackfield import hookimpl
+
+        @hookimpl
+        def filter(self, run, batch):
+            seen.extend((r["row"], float(s)) for r, s in zip(batch.records, batch.scores["Fussy"], strict=True))
+            return torch.ones(len(batch), dtype=torch.bool)
+
+    trainer = Trainer(config)
+    trainer.run.manager.register(Look(), "look")
+    trainer.train()
+    assert {row for row, _ in seen} == {0, 1, 2, 3}
+    for row, score in seen:
+        assert score != score if row == 3 else score == row
+
+
+def test_a_run_resumes_by_itself_when_a_worker_is_killed(fake, misbehave, tmp_path, capfd):
+    whole = fake(*FORK2, folder="whole")
+    Trainer(whole).train()
+    killed = fake(
+        *FORK2, *misbehave("die", marker=str(tmp_path / "once")), "checkpoint.every=1", "checkpoint.max_restarts=1", folder="killed"
+    )
+    assert Trainer(killed).train().step == 3
+    assert "was killed by signal 9" in capfd.readouterr().err
+    assert torch.equal(table(killed), table(whole))
+    lines = (killed.dir / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+
+
+def test_restarts_are_counted(fake, misbehave):
+    with pytest.raises(WorkerError, match="was killed by signal 9"):
+        Trainer(fake(*FORK2, *misbehave("die"), "checkpoint.max_restarts=1")).train()
+
+
+def test_local_says_what_it_cannot_do(fake):
+    with pytest.raises(ConfigError, match="critic wants gpus: 4, but launcher local is one process: use launcher fork or ray"):
+        Trainer(fake(*PPO, "critic.gpus=4")).train()

@@ -164,17 +164,25 @@ class FakeEngine(Engine):
 
 
 class FakeTransport(Transport):
-    """Adopts the backend's shards as they are."""
+    """Adopts the backend's shards as they are; an engine on workers of its own gets them by broadcast."""
 
-    def connect(self, source: Backend, destination: Engine, context: WorkerContext) -> None:
+    def connect(self, source: Backend | None, destination: Engine | None, context: WorkerContext) -> None:
         """See Transport."""
-        destination.adopt(source.shards())
-        self.destination, self.bytes = destination, sum(s.tensor.nbytes for s in source.shards() if s.tensor is not None)
+        self.destination, self.group = destination, context.group
+        shape = (VOCABULARY, VOCABULARY)
+        self.shards = source.shards() if source else [Shard("table", shape, (0, 0), shape, "float32", torch.empty(shape))]
+        if destination:
+            destination.adopt(self.shards)
 
     def sync(self, version: int) -> SyncReport:
         """See Transport."""
-        self.destination.weights_updated(version)
-        return SyncReport(version, bytes_aliased=self.bytes)
+        table = self.shards[0].tensor
+        assert table is not None
+        if self.group is not None:
+            torch.distributed.broadcast(table, torch.distributed.get_global_rank(self.group, 0), group=self.group)
+        if self.destination:
+            self.destination.weights_updated(version)
+        return SyncReport(version, bytes_aliased=0 if self.group else table.nbytes, bytes_sent=table.nbytes if self.group else 0)
 
 
 class FakeDataset(Dataset):
