@@ -88,7 +88,7 @@ class Host:
         """Join the group that spans trainers and engines with workers of their own; `ranks`: first rank there of each pool."""
         rank = ranks[self.seat.pool] + self.seat.rank
         group = spanning_group(store or rendezvous(address, size, self.timeout), rank, size, self.backend, self.timeout)
-        self.worker.link = WorkerContext("policy", self.device, self.worker.config.seed, rank, size, group)
+        self.worker.link = WorkerContext("policy", self.device, self.worker.config.seed, rank, size, group=group)
 
 
 def rendezvous(address: str, size: int, timeout: timedelta) -> Any:
