@@ -159,10 +159,8 @@ class PipeGroup:
         """The next message. Raises when a worker dies, or stays stuck after another has failed; all workers are ended then."""
         try:
             found = self.board.next(call, list(waiting), time.monotonic() + GRACE if failures else None)
-        except Died as death:
-            if not failures:
-                self._died(death.process, method)
-            found = None
+        except Died as death:  # where others have failed already, they failed because their peer is gone
+            self._died(death.process, method)
         if found is None:
             error = first(method, failures)
             self.board.broken = f"the workers have been stopped: {error}"
