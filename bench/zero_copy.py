@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import tempfile
 import time
@@ -53,6 +54,7 @@ def gap(backend: TorchBackend, engine: VLLM, version: int, device: torch.device)
     assert log_probs is not None
     difference = (log_probs.cpu() - batch.rollout_log_probs)[batch.response_mask].abs()
     first = float(batch.rollout_log_probs[batch.response_mask].mean())
+    assert first > -0.999 * math.log(backend.model.config.vocab_size), "uniform samples: the weights are empty"
     return {"mean": float(difference.mean()), "max": float(difference.max()), "engine_log_prob": first}
 
 

@@ -168,7 +168,7 @@ class Backend(Component):
         """This rank's parameters and persistent buffers, as views of the storage in use."""
 
     def adopt(self, shards: Sequence[Shard]) -> bool:
-        """Move the parameters into the given storage (same boxes, same values), so that an engine shares it; False if impossible."""
+        """Move the parameters, values included, into the given storage (same boxes), so that an engine shares it; False if impossible."""
         return False
 
     @abstractmethod

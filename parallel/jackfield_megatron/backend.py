@@ -169,7 +169,7 @@ class MegatronBackend(Backend):
 
     @_in_layout
     def adopt(self, shards: Sequence[Shard]) -> bool:
-        """Point the parameters at the given storage; impossible with the distributed optimizer, whose weights lie in one buffer."""
+        """Move the parameters into the given storage; impossible with the distributed optimizer, whose weights lie in one buffer."""
         if self.updater is not None and self.layout.distributed_optimizer:
             return False
         items = self.places
@@ -187,6 +187,7 @@ class MegatronBackend(Backend):
                 return False
             fusedstorage.append((parameter, block))
         for parameter, block in fusedstorage:
+            block.copy_(parameter.data)
             parameter.data = block
         return True
 

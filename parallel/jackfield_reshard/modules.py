@@ -36,9 +36,9 @@ def module_shards(module: nn.Module) -> list[Shard]:
 def adopt_into(module: nn.Module, shards: Sequence[Shard], *, replace: bool = False) -> bool:
     """Re-point the module's weights to the shards' tensors; False, and nothing changed, unless they fit one to one.
 
-    They fit if every weight of the module has a whole shard of its name, shape and type; shards of other names are ignored. With
-    `replace` (needed to leave the meta device) parameters become new objects without gradients, otherwise they stay the objects that
-    an optimizer knows. Tied parameters stay tied.
+    They fit if every weight of the module has a whole shard of its name, shape and type; shards of other names are ignored. The
+    module's values move into the storage and parameters stay the objects that an optimizer knows; with `replace` (needed to leave
+    the meta device) the storage's values stand, and parameters become new objects without gradients. Tied parameters stay tied.
     """
     given = {shard.name: shard for shard in shards}
     plan = []
@@ -50,6 +50,8 @@ def adopt_into(module: nn.Module, shards: Sequence[Shard], *, replace: bool = Fa
             return False
         plan.append((name, tensor, buffer, shard.tensor))
     for name, tensor, buffer, storage in plan:
+        if not replace:  # a backend brings its weights along; an engine takes what it finds
+            storage.copy_(tensor.detach())
         if buffer:
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner)._buffers[leaf] = storage
