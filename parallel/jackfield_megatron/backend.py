@@ -18,7 +18,7 @@ from jackfield.config import ModelConfig, OptimizerConfig
 from jackfield.errors import ConfigError
 from jackfield.shard import Shard
 from jackfield_megatron import families, fused, placement, shim, weights
-from jackfield_megatron.config import Layout, MegatronConfig, resolve
+from jackfield_megatron.config import MegatronConfig, resolve
 from jackfield_megatron.groups import Groups
 from jackfield_megatron.inputs import Inputs, Rope, prepare
 
@@ -146,6 +146,9 @@ class MegatronBackend(Backend):
             attributes = {"tensor_model_parallel": place.split != "whole", "partition_dim": int(place.split.endswith("columns"))}
             for name, value in (attributes | {"partition_stride": 1}).items():
                 setattr(place.parameter, name, value)
+            if place.split.startswith("expert"):
+                # Megatron takes experts for replicated like dense weights where ep is 1, which is wrong for tp > 1 and etp 1.
+                place.parameter.allreduce = False  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _load_weights(self) -> None:
@@ -193,6 +196,7 @@ class MegatronBackend(Backend):
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder, from rank 0; collective."""
+        self.finish_save()
         self.shards()
         items = self.places
         weights.export(items, folder, rank=self.context.rank, world=self.context.world_size, device=self.device)
@@ -341,14 +345,31 @@ class MegatronBackend(Backend):
         """A `dist_checkpointing` checkpoint, readable in every other layout; collective."""
         from jackfield_megatron import checkpoint
 
-        checkpoint.save(self, folder)
+        self.finish_save()
+        self._pending_save = checkpoint.save(self, folder)
+
+    @_in_layout
+    def finish_save(self) -> None:
+        """Wait until an asynchronous save is complete on disk; collective. The next save, load and export do it by themselves."""
+        if self._pending_save is not None:
+            finish, self._pending_save = self._pending_save, None
+            finish()
 
     @_in_layout
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, in this or another layout; collective. Raises CheckpointError."""
         from jackfield_megatron import checkpoint
 
+        self.finish_save()
         checkpoint.load(self, folder)
 
+    @_in_layout
+    def offload(self) -> int:
+        """Optimizer moments to the host."""
+        return 0 if self.updater is None else int(self.updater.states.move(torch.device("cpu")))
 
-__all__ = ["Layout", "MegatronBackend"]
+    @_in_layout
+    def onload(self) -> None:
+        """Optimizer moments back to the device."""
+        if self.updater is not None:
+            self.updater.states.move(self.device)

@@ -16,12 +16,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from jackfield import schedule
 from jackfield.config import OptimizerConfig
 from jackfield_megatron.config import Layout, MegatronConfig
+from jackfield_megatron.states import States
 
 
 class Updater:
@@ -61,6 +61,7 @@ class Updater:
             clip_grad=0.0,
         )
         self.optimizer: Any = get_megatron_optimizer(settings, self.chunks, _weight_decay_rules(settings), use_gloo_process_groups=False)
+        self.states = States(self.parts, distributed=layout.distributed_optimizer)
         self._fuse(device)
         self._set_rate()
         self.zero_grad()
@@ -181,6 +182,3 @@ def _keep_on_one_rank(grad: Tensor, group: Any, distributed: bool) -> None:
         grad[(rank + 1) * part :].zero_()
     elif group.data_parallel_group.rank() != 0:
         grad.zero_()
-
-
-__all__ = ["DistributedOptimizer", "Updater", "learning_rate"]

@@ -19,6 +19,15 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, eps=1e
 REQUEST = OutputRequest(entropy=True, temperature=0.8)
 
 
+def import_everything() -> None:
+    """What the forked ranks would otherwise each import."""
+    from jackfield_megatron import shim
+
+    with shim.scope():
+        import jackfield_megatron.model
+        import jackfield_megatron.update  # noqa: F401
+
+
 class PolicyLoss:
     """A policy-gradient loss with an entropy bonus; reads nothing behind the mask."""
 

@@ -19,19 +19,16 @@ if importlib.util.find_spec("megatron") is None:
 pytestmark = pytest.mark.megatron
 
 _spec = importlib.util.spec_from_file_location("megatron_reference", Path(__file__).with_name("reference.py"))
-R = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = R
-_spec.loader.exec_module(R)
+R = sys.modules.get("megatron_reference") or importlib.util.module_from_spec(_spec)
+if "megatron_reference" not in sys.modules:
+    sys.modules["megatron_reference"] = R
+    _spec.loader.exec_module(R)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Import once, before the ranks are forked."""
-    from jackfield_megatron import shim
-
-    with shim.scope():
-        import jackfield_megatron.model
-        import jackfield_megatron.update  # noqa: F401
+    R.import_everything()
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +61,8 @@ LAYOUTS = {
     "pp2-vpp2": (2, "llama", {"layers": 4}, {"pp": 2, "vpp": 2}),
     "ep2": (2, "mixtral", {}, {"ep": 2}),
     "ep2-qwen": (2, "qwen3_moe", {}, {"ep": 2}),
+    "experts-on-tp2": (2, "mixtral", {}, {"tp": 2}),
+    "experts-on-dp2": (2, "mixtral", {}, {}),
     "tp2-ep2-pp2": (4, "qwen3_moe", {}, {"tp": 2, "ep": 2, "pp": 2}),
     "cp2": (2, "llama", {}, {"cp": 2}),
     "cp2-tp2": (4, "qwen2", {}, {"cp": 2, "tp": 2}),
