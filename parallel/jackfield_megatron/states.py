@@ -42,7 +42,7 @@ class States:
         return int(count)
 
     def gather(self, parameter: Tensor, steps: int) -> dict[str, Tensor]:
-        """`weight`, and after the first update (`steps` > 0) `exp_avg` and `exp_avg_sq`, float32 in the parameter's shape, on every rank."""
+        """`weight`, and after the first update (`steps` > 0) `exp_avg`, `exp_avg_sq`: float32 in the parameter's shape; collective."""
         local = self._local(parameter)
         result = {}
         for kind in ("weight", *(("exp_avg", "exp_avg_sq") if steps else ())):
