@@ -65,24 +65,6 @@ def train(config: str, overrides: tuple[str, ...], plugins: tuple[str, ...], tra
             click.echo(f"{seconds:10.3f} s  {hook:16s} {plugin}")
 
 
-@app.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.argument("kind", required=False)
-def plugins(as_json: bool, kind: str | None) -> None:
-    """List installed plugins, of one KIND or of all, from metadata alone."""
-    if kind and kind not in registry.KINDS:
-        raise JackfieldError(f"there is no kind {kind!r}: choose from {', '.join(registry.KINDS)}")
-    found = [e for k in ([kind] if kind else registry.KINDS) for e in registry.entries(k)]
-    if as_json:
-        fields = ("kind", "name", "target", "distribution", "version")
-        click.echo(json.dumps([{f: getattr(e, f) for f in fields} for e in found], indent=1))
-        return
-    names = [(e.kind, e.name) for e in found]
-    for e in found:
-        clash = f"  (clash: say {e.distribution}/{e.name})" if names.count((e.kind, e.name)) > 1 else ""
-        click.echo(f"{e.kind:10s} {e.name:24s} {e.distribution} {e.version}  {e.target}{clash}")
-
-
 def main() -> None:
     """Entry point: errors of ours are one line and exit code 2."""
     try:
