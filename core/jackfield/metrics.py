@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.components import ComponentConfig, Tracker
 from jackfield.hookspecs import hookimpl
+from jackfield.shard import BYTES
 
 if TYPE_CHECKING:
     from jackfield.run import Run
@@ -23,7 +24,7 @@ class JsonLines:
     def weights_synced(self, run: Run, report: SyncReport) -> None:
         """Count the sync among the step's metrics."""
         run.metrics |= {f"sync/{name}": seconds for name, seconds in report.seconds.items()}
-        run.metrics |= {f"sync/{n}": float(getattr(report, n)) for n in ("bytes_aliased", "bytes_copied", "bytes_sent")}
+        run.metrics |= {f"sync/{n}": float(getattr(report, n)) for n in BYTES}
 
     @hookimpl
     def run_start(self, run: Run) -> None:

@@ -14,7 +14,7 @@ from jackfield.batch import Batch
 from jackfield.components import OutputRequest, Outputs, Position, Request, Sample
 from jackfield.config import RunConfig, role_config
 from jackfield.loss import finish, reduction_scale
-from jackfield.shard import SyncReport
+from jackfield.shard import BYTES, SyncReport
 
 if TYPE_CHECKING:
     from jackfield.algorithm import Algorithm
@@ -124,5 +124,5 @@ class Policy(Role):
         return SyncReport(
             version,
             {name: max(r.seconds.get(name, 0.0) for r in reports) for name in sorted(phases)},
-            *(sum(getattr(r, n) for r in reports) for n in ("bytes_aliased", "bytes_copied", "bytes_sent")),
+            *(sum(getattr(r, n) for r in reports) for n in BYTES),
         )

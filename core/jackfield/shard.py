@@ -39,9 +39,16 @@ class Shard:
         return self.size == self.shape
 
 
+BYTES = ("bytes_aliased", "bytes_copied", "bytes_sent", "bytes_saved")
+"""The byte counts of a SyncReport."""
+
+
 @dataclass
 class SyncReport:
-    """What one weight synchronisation did. Seconds are wall time on the slowest rank; bytes are summed over ranks."""
+    """What one weight synchronisation did, on one rank from a transport, of all ranks from `run.policy.sync`.
+
+    Seconds are wall time, of the slowest rank; bytes are summed over ranks.
+    """
 
     version: int
     """Policy version that the engine serves afterwards."""
@@ -53,3 +60,5 @@ class SyncReport:
     """Bytes copied within a device."""
     bytes_sent: int = 0
     """Bytes sent between processes."""
+    bytes_saved: int = 0
+    """Bytes that did not have to be sent because the receiver had them already (transport delta)."""

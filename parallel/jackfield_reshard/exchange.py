@@ -56,11 +56,12 @@ def agree(
     group: Any = None,
     problem: str | None = None,
     split_bytes: int = 1 << 20,
+    apart: bool = False,
 ) -> Agreement:
     """Exchange metadata over the group (collective) and plan.
 
     A rank without a source (or destination) passes None; one that cannot go on passes its `problem`. Raises the same ConfigError on
-    every rank where one has a problem or a weight is missing.
+    every rank where one has a problem or a weight is missing. With `apart` the destinations are nowhere near any source (a disk).
     """
     mine = (_metadata(source), _metadata(destination), socket.gethostname(), problem)
     everyone: list[Any] = [mine]
@@ -76,7 +77,10 @@ def agree(
     hosts = {host: number for number, host in enumerate(dict.fromkeys(entry[2] for entry in everyone))}
     nodes = np.array([hosts[entry[2]] for entry in everyone])
     classes, have, need = of([everyone[r][0] for r in sources], [everyone[r][1] for r in destinations])
-    made = plan(classes, Topology(np.array(sources), np.array(destinations), nodes=nodes), "identity", split_bytes)
+    places = np.array(destinations)
+    if apart:
+        places, nodes = places + len(everyone), np.concatenate([nodes, np.full(len(everyone), len(hosts))])
+    made = plan(classes, Topology(np.array(sources), places, nodes=nodes), "identity", split_bytes)
     as_source = sources.index(me) if me in sources else None
     as_destination = destinations.index(me) if me in destinations else None
     held = by_name(have[as_source]) if as_source is not None else {}

@@ -20,8 +20,6 @@ from jackfield_reshard.local import Part, views_in
 from jackfield_reshard.verify import verify
 from jackfield_reshard.wire import Wire
 
-PHASES = ("pause", "plan", "copy", "wire", "load", "resume")
-
 
 @contextmanager
 def phase(report: SyncReport, name: str, device: torch.device) -> Iterator[None]:
@@ -158,7 +156,7 @@ class Resharding(Transport):
         if self.destination is not None:
             with phase(report, "resume", device):
                 self.destination.weights_updated(version)
-        return self._summed(report)
+        return report
 
     def _move(self, report: SyncReport) -> None:
         """Run the copies while the first transfers are under way."""
@@ -172,19 +170,6 @@ class Resharding(Transport):
             self._wire.run(copy)
         report.seconds["wire"] -= report.seconds["copy"]
         report.bytes_aliased, report.bytes_copied, report.bytes_sent = self._aliased, self._copies.bytes, self._wire.bytes
-
-    def _summed(self, report: SyncReport) -> SyncReport:
-        """The report of the whole group: seconds of the slowest rank, bytes of all ranks."""
-        if self.context.world_size == 1:
-            return report
-        device = message_device(self.context.device, self.group)
-        seconds = torch.tensor([report.seconds.get(name, 0.0) for name in PHASES], dtype=torch.float64, device=device)
-        amounts = torch.tensor([report.bytes_aliased, report.bytes_copied, report.bytes_sent], device=device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self.group)
-        dist.all_reduce(amounts, group=self.group)
-        report.seconds = dict(zip(PHASES, seconds.tolist(), strict=True))
-        report.bytes_aliased, report.bytes_copied, report.bytes_sent = (int(n) for n in amounts)
-        return report
 
 
 class Auto(Resharding):

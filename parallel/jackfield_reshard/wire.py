@@ -103,11 +103,7 @@ class Wire:
     ) -> None:
         self.group, self.device = group, device
         self.pool: dict[tuple[str, int, int], Tensor] = {} if pool is None else pool
-        pairs = agreement.plan.pair_bytes() > 0
-        local = torch.tensor(agreement.sources)[:, None] == torch.tensor(agreement.destinations)[None, :]
-        pairs &= ~local.numpy()
-        peers = int(max(pairs.sum(axis=0).max(initial=0), pairs.sum(axis=1).max(initial=0), 1))
-        self.capacity = max(bucket_bytes // (4 * peers) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+        self.capacity = self.capacity_of(agreement, bucket_bytes)
         dtypes = wire_types(agreement)
         sends, receives = by_peer(agreement, tiers)
         out = {peer: buckets(moves, dtypes, self.capacity) for peer, moves in sends.items()}
@@ -138,6 +134,15 @@ class Wire:
             made.pack, made.unpack = CopyList(*packs, graph=False), CopyList(*unpacks, graph=False)
             self.rounds.append(made)
         self._streams: list[Any] = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def capacity_of(agreement: Agreement, bucket_bytes: int) -> int:
+        """Bytes of one bucket, so that two buffers for each peer and direction stay within `bucket_bytes`; equal on all ranks."""
+        pairs = agreement.plan.pair_bytes() > 0
+        local = torch.tensor(agreement.sources)[:, None] == torch.tensor(agreement.destinations)[None, :]
+        pairs &= ~local.numpy()
+        peers = int(max(pairs.sum(axis=0).max(initial=0), pairs.sum(axis=1).max(initial=0), 1))
+        return max(bucket_bytes // (4 * peers) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
 
     def _buffer(self, way: str, peer: int, k: int, streams: Sequence[tuple[list[Item], int]]) -> Tensor:
         """One of the two buffers for a peer and direction, as large as its largest bucket; allocated once."""
