@@ -199,6 +199,8 @@ class MegatronBackend(Backend):
         self.finish_save()
         self.shards()
         items = self.places
+        if self.context.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
         weights.export(items, folder, rank=self.context.rank, world=self.context.world_size, device=self.device)
         if self.context.rank == 0:
             self.hf_config.dtype = getattr(torch, self.config.dtype)
