@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, Protocol
 
@@ -17,11 +17,16 @@ GRACE = 5.0
 """Seconds that the other ranks have to answer once one has failed, before they count as stuck in a collective and are ended."""
 
 
-class Process(Protocol):
-    """One worker, as the group needs it."""
+class Named(Protocol):
+    """A worker in error messages."""
 
     name: str
     log: str
+
+
+class Process(Named, Protocol):
+    """One worker, as the group needs it."""
+
     connection: Connection
 
     def fate(self) -> str:
@@ -180,8 +185,9 @@ def same_where_same(shares: Sequence[Any], build: Callable[[Any], tuple[Any, ...
     return [made.setdefault(id(share), build(share)) for share in shares]
 
 
-def first(method: str, failures: dict[Process, Failure]) -> JackfieldError:
+def first(method: str, failures: Mapping[Any, Failure]) -> JackfieldError:
     """The error of the worker that failed first; the others usually fail because it did."""
+    process: Named
     process, failure = next(iter(failures.items()))
     return failure.raised(process.name, method, process.log)
 
