@@ -79,12 +79,17 @@ class TorchBackend(Backend):
         return Position()
 
     def _score(self, batch: Batch, mask: Tensor, request: OutputRequest) -> Outputs:
-        return self.scorer(batch, mask, request, pack={"auto": None, "on": True, "off": False}[self.config.packing])
+        return self.scorer(batch, mask, request, pack=self._pack)
+
+    @property
+    def _pack(self) -> bool | None:
+        packing: str = self.config.packing
+        return {"auto": None, "on": True, "off": False}[packing]
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs]:
         """See Backend. Tokens outside `response_mask` are not scored: their outputs are 0."""
-        with _evaluating(self.model):
+        with evaluating(self.model):
             return [self._score(batch, batch.response_mask, request) for batch in micro_batches]
 
     def forward_backward(self, micro_batches: Sequence[Batch], loss: Loss) -> LossSums:
@@ -95,9 +100,12 @@ class TorchBackend(Backend):
         for batch in micro_batches:
             value, sums = loss(self._score_to_train(batch, loss.request), batch)
             if value.requires_grad:
-                value.backward()
+                self._backward(value)
             total.add(sums)
         return total
+
+    def _backward(self, value: Tensor) -> None:
+        value.backward()
 
     def _score_to_train(self, batch: Batch, request: OutputRequest) -> Outputs:
         """Outputs with gradients; a micro-batch without a token to train on costs nothing here."""
@@ -186,7 +194,7 @@ class TorchBackend(Backend):
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout off; afterwards every module is in the mode it was in."""
     training = [part for part in model.modules() if part.training]
     model.eval()

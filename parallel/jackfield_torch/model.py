@@ -111,11 +111,11 @@ def head_of(model: Any) -> nn.Linear:
     return model.score if head is None else head
 
 
-def export_model(model: Any, config: ModelConfig, folder: Path) -> None:
-    """Write weights, config and the tokenizer's files of the model's origin, so that `from_pretrained` reads the folder."""
+def export_model(model: Any, config: ModelConfig, folder: Path, state: dict[str, Any] | None = None) -> None:
+    """Write weights (`state`, if the model's own are not whole), config and tokenizer, so that `from_pretrained` reads the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with _quiet():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=state)
         try:
             transformers.AutoTokenizer.from_pretrained(config.path).save_pretrained(folder)
         except _TROUBLE:  # a model without a tokenizer is still a model

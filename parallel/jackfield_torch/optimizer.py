@@ -61,7 +61,7 @@ class MasterAdamW:
         """Clip, step, write the masters back. A gradient that is not finite is dropped and counted instead (`bad_gradients`)."""
         rate = learning_rate(self.config, self.steps)
         gradients = self.gradients()
-        norm = float(self.norm(gradients)) if gradients else 0.0
+        norm = self.norm(gradients)
         metrics = {"grad_norm": norm, "learning_rate": rate, "bad_gradients": float(not math.isfinite(norm))}
         if gradients and math.isfinite(norm):
             if norm > self.config.max_grad_norm:
@@ -75,9 +75,9 @@ class MasterAdamW:
         self.zero_grad()
         return metrics
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
+    def norm(self, gradients: list[Tensor]) -> float:
         """Global L2 norm."""
-        return nn.utils.get_total_norm(gradients, foreach=True)
+        return float(nn.utils.get_total_norm(gradients, foreach=True)) if gradients else 0.0
 
     def zero_grad(self) -> None:
         """Drop the accumulated gradients."""

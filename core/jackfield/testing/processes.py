@@ -113,7 +113,8 @@ class Ranks:
         self.world_size = world_size
         self.local = Rank(device=device) if world_size == 1 else None
         if world_size > 1:
-            context = multiprocessing.get_context("spawn")
+            # forked, so that a rank starts at once; a GPU does not survive a fork
+            context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
             store = tempfile.mktemp(prefix="jackfield-ranks-")
             self.pipes, self.processes = [], []
             for rank in range(world_size):

@@ -1,0 +1,237 @@
+"""Backend `fsdp`: FSDP2 (`fully_shard`) around any Hugging Face causal LM, one layer a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from jackfield.batch import Batch
+from jackfield.components import OutputRequest, Outputs, Position
+from jackfield.config import OptimizerConfig
+from jackfield.errors import CheckpointError, ConfigError
+from jackfield.shard import Shard
+from jackfield_reshard.modules import weights, whole_shard
+from jackfield_torch.backend import TorchBackend, TorchConfig, evaluating
+from jackfield_torch.model import export_model
+from jackfield_torch.optimizer import MasterAdamW
+from jackfield_torch.scoring import Scorer
+
+
+class FSDPConfig(TorchConfig):
+    """Settings of backend `fsdp`. The sharded weights are float32; `dtype` is what layers compute in."""
+
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass and gather them again for backward: less memory, more traffic."""
+    cpu_offload: bool = False
+    """Keep sharded weights, gradients and optimizer states on the host (GPUs only)."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks; bfloat16 halves the traffic, with a relative error of about 2^-8 a rank."""
+
+
+class _Root(nn.Module):
+    """Scoring as one forward pass, so that FSDP's hooks see the head's weights in use and the tensors that gradients start from."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
+        self.model, self._scorer = scorer.model, scorer
+
+    def forward(self, batch: Batch, mask: Tensor, request: OutputRequest, pack: bool | None) -> dict[str, Tensor]:
+        """`Scorer.__call__`, its outputs as a dictionary."""
+        return {n: v for n, v in vars(self._scorer(batch, mask, request, pack=pack)).items() if v is not None}
+
+
+class ShardedAdamW(MasterAdamW):
+    """The same optimizer on this rank's shards; only the gradient norm needs the other ranks."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
+        self.sharded = dict(parameters)
+        local = {n: nn.Parameter(_local(p).detach()) for n, p in parameters.items()}  # a view: steps write into the shards
+        super().__init__(local, {}, config)
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the accumulated gradients."""
+        for name, parameter in self.sharded.items():
+            self.parameters[name].grad = None if parameter.grad is None else _local(parameter.grad)
+        return super().gradients()
+
+    def norm(self, gradients: list[Tensor]) -> float:
+        """Global L2 norm over all ranks; collective."""
+        total = torch.stack([g.float().square().sum() for g in gradients]).sum() if gradients else torch.zeros(())
+        if dist.get_backend() != "gloo":
+            total = total.cuda()
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradients."""
+        super().zero_grad()
+        for parameter in self.sharded.values():
+            parameter.grad = None
+
+
+class FSDPBackend(TorchBackend):
+    """Data parallel with weights, gradients and optimizer states sharded over the role's ranks (ZeRO 3); any world size."""
+
+    Config = FSDPConfig
+
+    def _place(self, trained: bool) -> dict[str, Tensor]:
+        context, config = self.context, self.config
+        if config.cpu_offload and context.device.type == "cpu":
+            raise ConfigError("backend fsdp: cpu_offload has nothing to do on a CPU; leave it out")
+        if not dist.is_initialized():
+            backend = "nccl" if context.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dtype = getattr(torch, config.dtype)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(torch.float32 if trained else dtype)
+        self.scorer = self._scorer()  # on the whole model, while there still is one
+        self.mesh = init_device_mesh(context.device.type, (context.world_size,))
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype), cast_forward_inputs=False
+            ),
+            "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        }
+        for layer in self._layers():
+            fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
+        self.root = _Root(self.scorer)
+        fully_shard(self.root, **options)
+        self.model.to(context.device) if not config.cpu_offload else None
+        return {}
+
+    def _layers(self) -> list[nn.Module]:
+        names = set(getattr(self.model, "_no_split_modules", None) or ())
+        layers = [m for m in self.model.modules() if type(m).__name__ in names]
+        if not layers:
+            raise ConfigError(f"backend fsdp: {type(self.model).__name__} names no layers to shard (_no_split_modules); use backend torch")
+        return layers
+
+    def _optimizer(self, trainable: dict[str, nn.Parameter], masters: dict[str, Tensor], config: OptimizerConfig) -> MasterAdamW:
+        return ShardedAdamW(trainable, config)
+
+    @property
+    def position(self) -> Position:
+        """Every rank has its own share of the batch."""
+        return Position(self.context.rank, self.context.world_size)
+
+    def _score(self, batch: Batch, mask: Tensor, request: OutputRequest) -> Outputs:
+        return Outputs(**self.root(batch, mask, request, self._pack))
+
+    def _score_to_train(self, batch: Batch, request: OutputRequest) -> Outputs:
+        """A filler runs as well: the other ranks wait for its collectives (law 21)."""
+        return self._score(batch, batch.loss_mask, request)
+
+    def _backward(self, value: Tensor) -> None:
+        """FSDP averages over ranks; the loss has its denominators, so it is to be summed."""
+        (value * self.context.world_size).backward()
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs]:
+        """See Backend."""
+        with evaluating(self.model):
+            outputs = [self._score(batch, batch.response_mask, request) for batch in micro_batches]
+        self.root.reshard()
+        return outputs
+
+    def shards(self) -> list[Shard]:
+        """This rank's rows of each weight, as views of the sharded storage; buffers whole on every rank."""
+        self.root.reshard()
+        out = []
+        for name, tensor, buffer in weights(self.model):
+            if not isinstance(tensor, DTensor):
+                out.append(whole_shard(name, tensor, buffer))
+                continue
+            local = _local(tensor).detach()
+            rows = -(-tensor.shape[0] // self.context.world_size)
+            offset = (min(rows * self.context.rank, tensor.shape[0]), *(0,) * (tensor.dim() - 1))
+            if local.numel():
+                shape, size = tuple(tensor.shape), tuple(local.shape)
+                out.append(Shard(name, shape, offset, size, str(local.dtype).removeprefix("torch."), local, buffer))
+        return out
+
+    def adopt(self, shards: Sequence[Shard]) -> bool:
+        """FSDP owns its storage; an engine may adopt from it instead."""
+        return False
+
+    def _state(self) -> dict[str, Any]:
+        """Sharded tensors by name, for torch.distributed.checkpoint: it reads them back on any number of ranks."""
+        self.root.reshard()
+        state: dict[str, Any] = {f"weight/{n}": t.detach() for n, t, _ in weights(self.model)}
+        if isinstance(self.optimizer, ShardedAdamW):
+            moments = self.optimizer.state()
+            for name, parameter in self.optimizer.sharded.items():
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    local = moments.get(f"{kind}/{name}", torch.zeros_like(_local(parameter.detach())))
+                    state[f"{kind}/{name}"] = _like(parameter, local)
+        return state
+
+    def save(self, folder: Path) -> None:
+        """A torch.distributed checkpoint; collective. Raises CheckpointError."""
+        adam = self.optimizer
+        stepped = {} if adam is None else {n: float(v) for n, v in adam.state().items() if n.startswith("step/")}
+        own = {"steps": 0 if adam is None else adam.steps, "stepped": stepped, "rng": torch.get_rng_state()}
+        if self.context.device.type == "cuda":
+            own["cuda_rng"] = torch.cuda.get_rng_state(self.context.device)
+        try:
+            dcp.save(self._state(), checkpoint_id=folder)
+            torch.save(own, folder / f"state-{self.context.rank}.pt")
+        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+            raise CheckpointError(f"{folder}: cannot be written ({str(error).splitlines()[0]}); is the disk full?") from error
+
+    def load(self, folder: Path) -> None:
+        """Collective. Random numbers continue only on as many ranks as wrote the checkpoint."""
+        state = self._state()
+        try:
+            dcp.load(state, checkpoint_id=folder)
+            mine = folder / f"state-{self.context.rank}.pt"
+            own = torch.load(mine if mine.exists() else folder / "state-0.pt", weights_only=True)
+        except (OSError, RuntimeError, EOFError, dcp.api.CheckpointException) as error:
+            raise CheckpointError(f"{folder}: cannot be read ({str(error).splitlines()[0]}); resume from another checkpoint") from error
+        if isinstance(self.optimizer, ShardedAdamW):
+            moments = {n: torch.tensor(v) for n, v in own["stepped"].items()}
+            names = {n.partition("/")[2] for n in moments}
+            for key, value in state.items():
+                kind, _, name = key.partition("/")
+                if kind != "weight" and name in names:
+                    moments[key] = _local(value)
+            self.optimizer.zero_grad()
+            self.optimizer.load_state(moments, own["steps"])
+        torch.set_rng_state(own["rng"])
+        if "cuda_rng" in own and self.context.device.type == "cuda":
+            torch.cuda.set_rng_state(own["cuda_rng"], self.context.device)
+
+    def export(self, folder: Path) -> None:
+        """See Backend; tensors are gathered one at a time, and rank 0 writes them."""
+        self.root.reshard()
+        whole = {}
+        for name, tensor, _ in weights(self.model):
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            full = full.detach()
+            if self.context.rank == 0:
+                whole[name] = full.to("cpu", getattr(torch, self.config.dtype) if full.is_floating_point() else full.dtype)
+        if self.context.rank == 0:
+            export_model(self.model, self.model_config, folder, whole)
+        if self.context.world_size > 1:
+            dist.barrier()
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Any, local: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
