@@ -147,10 +147,10 @@ def _dense(prefix: str, hidden: int, width: int, layers: tuple[int, ...], bias: 
 def _mlp(config: Mapping[str, Any], family: str) -> list[Tensor]:
     hidden, depth = config["hidden_size"], config["num_hidden_layers"]
     p = "model.layers.{}.mlp."
-    experts = FAMILIES[family] and config.get(FAMILIES[family])
+    experts = next((config[name] for name in FAMILIES[family] if config.get(name)), 0)
     if not experts:
         return _dense(p, hidden, config["intermediate_size"], tuple(range(depth)), config.get("mlp_bias", False))
-    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    width = config["intermediate_size"] if family == "mixtral" else config["moe_intermediate_size"]
     step, first = config.get("decoder_sparse_step", 1), config.get("first_k_dense_replace", 0)
     plain = set(config.get("mlp_only_layers") or ())
     sparse = tuple(i for i in range(depth) if i >= first and (i + 1) % step == 0 and i not in plain)
@@ -171,13 +171,13 @@ def _mlp(config: Mapping[str, Any], family: str) -> list[Tensor]:
     return out
 
 
-FAMILIES: dict[str, str] = {
-    "llama": "",
-    "mistral": "",
-    "qwen2": "",
-    "qwen3": "",
-    "mixtral": "num_local_experts",
-    "qwen3_moe": "num_experts",
-    "deepseek_v3": "n_routed_experts",
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": (),
+    "mistral": (),
+    "qwen2": (),
+    "qwen3": (),
+    "mixtral": ("num_local_experts",),
+    "qwen3_moe": ("num_experts", "num_local_experts"),
+    "deepseek_v3": ("n_routed_experts", "num_local_experts"),
 }
-"""Model type to the config field that counts its experts ("" for a dense family)."""
+"""Model type to the config fields that may count its experts (transformers 5 writes the last); none for a dense family."""
