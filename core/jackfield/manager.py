@@ -30,7 +30,7 @@ class PluginManager(pluggy.PluginManager):
         try:
             super().register(plugin, name)
         except ValueError as error:
-            raise PluginError(f"plugin {name!r} cannot be registered: {error}") from error
+            raise PluginError(f"plugin {name!r} is registered already: name it once, or give one of the two another label") from error
         except pluggy.PluginValidationError as error:
             raise PluginError(f"plugin {name!r}: {' '.join(str(error).split())}; see docs/hooks for the signature") from error
         for caller in self.get_hookcallers(plugin) or ():
