@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from jackfield import recorded
 from jackfield.errors import CheckpointError
 from jackfield.run import Run
 
@@ -29,7 +30,7 @@ def save(run: Run) -> Path:
                 getattr(run, name).save(partial / name)
         run.hook.checkpoint_save(run=run, folder=partial)
         torch.save({"torch": torch.get_rng_state(), "python": random.getstate()}, partial / "rng.pt")
-        state = {"step": run.step, "drawn": run.prompts.drawn, "algorithm": run.algorithm.state_dict(), "plugins": versions(run)}
+        state = {"step": run.step, "drawn": run.prompts.drawn, "algorithm": run.algorithm.state_dict(), "plugins": run.plugins}
         (partial / "run.json").write_text(json.dumps(state, indent=1))
         _sync_to_disk(partial)
         partial.rename(final)
@@ -51,26 +52,19 @@ def load(run: Run, folder: Path) -> None:
     """Restore the run from a checkpoint. Raises CheckpointError."""
     try:
         state = json.loads((folder / "run.json").read_text())
+        strict = run.config.checkpoint.changed_plugins == "error"
+        run.metrics["resume/plugins_changed"] = float(len(recorded.compare(state["plugins"], run.plugins, strict=strict)))
         rng = torch.load(folder / "rng.pt", weights_only=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is no readable checkpoint: {error}") from error
-    changed = {n: (v, state["plugins"].get(n)) for n, v in versions(run).items() if v != state["plugins"].get(n)}
-    if changed:
-        run.metrics["resume/plugins_changed"] = float(len(changed))
-    for name in ("policy", "critic"):
-        if hasattr(run, name):
-            getattr(run, name).load(folder / name)
-    run.step, run.prompts.drawn = state["step"], state["drawn"]
-    run.algorithm.load_state_dict(state["algorithm"])
-    torch.set_rng_state(rng["torch"])
-    random.setstate(rng["python"])
+        for name in ("policy", "critic"):
+            if hasattr(run, name):
+                getattr(run, name).load(folder / name)
+        run.step, run.prompts.drawn = state["step"], state["drawn"]
+        run.algorithm.load_state_dict(state["algorithm"])
+        torch.set_rng_state(rng["torch"])
+        random.setstate(rng["python"])
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{folder} is no readable checkpoint: {' '.join(str(error).split())}") from error
     run.hook.checkpoint_load(run=run, folder=folder)
-
-
-def versions(run: Run) -> dict[str, Any]:
-    """Names of the run's plugins with the class behind each: recorded with every checkpoint."""
-    plugins = run.manager.list_name_plugin()
-    return {name: f"{type(p).__module__}:{type(p).__qualname__}" for name, p in plugins if p is not None}
 
 
 def _sync_to_disk(folder: Path) -> None:

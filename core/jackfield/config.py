@@ -161,6 +161,8 @@ class CheckpointConfig(ComponentConfig):
     """Newest checkpoints kept."""
     resume: Literal["auto", "never"] | Path = "auto"
     """auto: from the newest complete checkpoint in the run's folder, if there is one; or a checkpoint folder."""
+    changed_plugins: Literal["error", "warn"] = "error"
+    """When a run would resume with another algorithm, rollout, reward or other plugin of a stage than the checkpoint was made with."""
     max_restarts: int = Field(default=0, ge=0)
     """Times that the run resumes from its newest checkpoint by itself, with new workers, after a worker has failed."""
 

@@ -61,6 +61,8 @@ class Run:
         self.prompts = prompts
         self.seed = config.seed
         self.dir: Path = config.dir
+        self.plugins: dict[str, dict[str, Any]] = {}
+        """The plugins that the config names, as jackfield.recorded describes them."""
         self.step = 0
         """Steps finished; also the number of the step under way, counted from 0, and the version of the policy."""
         self.metrics: dict[str, float] = {}

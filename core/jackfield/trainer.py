@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from jackfield import checkpoint, registry, runner
+from jackfield import checkpoint, recorded, registry, runner
 from jackfield.components import WorkerContext
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError, WorkerError
@@ -47,6 +48,7 @@ class Trainer:
                     self._register(spec.name, registry.build(kind, spec))
         manager.check()
         self._check()
+        self.run.plugins = recorded.plugins(manager)
         manager.hook.configure(run=self.run)
 
     def _register(self, name: str, plugin: Any) -> None:
@@ -123,6 +125,7 @@ class Trainer:
                 hook.reward.setup(WorkerContext(label, torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.seed))
         config.dir.mkdir(parents=True, exist_ok=True)
         (config.dir / "config.json").write_text(config.model_dump_json(indent=1))
+        (config.dir / "plugins.json").write_text(json.dumps(run.plugins, indent=1))
         for stale in (config.dir / "checkpoints").glob(".partial-*"):
             shutil.rmtree(stale)
         found = checkpoint.complete(config.dir)
