@@ -1,0 +1,133 @@
+"""SIMULATION of one weight sync from 8 to 4,096 GPUs: ours, gather-everything, and published figures beside them.
+
+    python bench/simulate_reshard.py --nvlink 400 --network 50      # GB/s per GPU inside a node and between nodes
+
+The model is `jackfield_reshard.simulate`: every GPU is as fast as its links allow, nothing else is in the way. Published figures were
+measured on other hardware, with other models of the same size, and contain pauses and loading; they are context, not a comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+
+from jackfield_reshard.classes import between
+from jackfield_reshard.families import tensors
+from jackfield_reshard.layout import Layout
+from jackfield_reshard.plan import plan
+from jackfield_reshard.simulate import gather_everything, simulate
+from jackfield_reshard.topology import Topology
+
+LLAMA_70B = {
+    "vocab_size": 32000,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+QWEN3_235B = QWEN3_30B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+}
+PUBLISHED = {
+    "qwen3-30b": "verl about 7 s (32 GPUs), NeMo-RL 0.48 to 1.0 s, slime 7 s",
+    "qwen3-235b": "verl 246 to 266 s full, 11 to 15 s delta; NeMo-RL 4.6 to 4.9 s; vLLM 3.3 s (8 to 8 H100)",
+    "deepseek-v3": "NeMo-RL 2.4 to 9.3 s; checkpoint-engine 1T fp8 16 s; Perplexity 1T 1.3 s (256 to 128 GPUs)",
+}
+
+
+def cases() -> list[tuple[str, dict, Layout, Layout, bool]]:
+    """(model, config, training layout, engine layout, separate GPUs)."""
+    out: list[tuple[str, dict, Layout, Layout, bool]] = []
+    for gpus in (8, 64, 512, 4096):
+        tp, pp = (8, 1) if gpus == 8 else (8, 8)
+        out.append(
+            ("llama-70b", LLAMA_70B, Layout("megatron", tp=tp, pp=pp, dp=gpus // (tp * pp)), Layout("vllm", tp=8, dp=gpus // 8), False)
+        )
+    out.append(("qwen3-30b", QWEN3_30B, Layout("megatron", tp=4, dp=4, ep=8), Layout("vllm", tp=4, dp=4, ep=4), True))
+    out.append(("qwen3-235b", QWEN3_235B, Layout("megatron", tp=4, pp=8, dp=4, ep=8), Layout("vllm", tp=4, dp=32, ep=8), False))
+    out.append(("qwen3-235b", QWEN3_235B, Layout("megatron", tp=4, pp=8, dp=4, ep=8), Layout("vllm", tp=4, dp=16, ep=8), True))
+    for gpus in (256, 1024, 4096):
+        train = Layout("megatron", tp=4, pp=16, dp=gpus // 64, ep=min(64, gpus // 16))
+        out.append(("deepseek-v3", DEEPSEEK_V3, train, Layout("vllm", tp=8, dp=gpus // 8, ep=gpus if gpus <= 256 else 256), False))
+    out.append(("deepseek-v3", DEEPSEEK_V3, Layout("megatron", tp=4, pp=16, dp=4, ep=16), Layout("vllm", tp=8, dp=16, ep=128), True))
+    return out
+
+
+def main() -> None:
+    """Simulate all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvlink", type=float, default=400)
+    parser.add_argument("--network", type=float, default=50)
+    parser.add_argument("--memory", type=float, default=2100, help="GB/s of a copy (each byte read and written)")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--place", choices=("identity", "overlap"), default="identity")
+    args = parser.parse_args()
+    rates = {"nvlink": args.nvlink * 1e9, "network": args.network * 1e9, "memory": args.memory * 1e9, "gpus_per_node": args.gpus_per_node}
+    for name, config, train, serve, apart in cases():
+        topology = (Topology.separate if apart else Topology.colocated)(train.world, serve.world, **rates)
+        table = tensors(config)
+        made = plan(between(table, train, serve, fused_qkv=False), topology, args.place)
+        proof = made.prove()
+        model = sum(math.prod(t.shape) * len(t.layers) * 2 for t in table)
+        needed = float(made.received.sum(axis=0).mean())
+        ours, theirs = simulate(made, alias=True), gather_everything(model, train.world, needed, topology, serve.world if apart else None)
+        row = {
+            "simulation": True,
+            "model": name,
+            "gpus": train.world + (serve.world if apart else 0),
+            "from": str(train),
+            "to": str(serve),
+            "separate": apart,
+            "model_gb": round(model / 1e9, 1),
+            "received_gb_per_gpu": round(float(proof.received.mean()) / 1e9, 2),
+            "seconds": round(ours.total, 4),
+            "node_seconds": round(ours.node, 4),
+            "network_seconds": round(ours.network, 4),
+            "gather_gb_per_gpu": round(model * (train.world - 1) / train.world / 1e9, 1),
+            "gather_seconds": round(theirs.total, 3),
+            "ratio": round(theirs.total / ours.total, 1) if ours.total else None,
+            "imbalance": round(proof.imbalance, 3),
+            "at_bound": not proof.errors,
+        }
+        if name in PUBLISHED:
+            row["published_elsewhere"] = PUBLISHED[name]
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
