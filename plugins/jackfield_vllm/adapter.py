@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from jackfield.errors import ConfigError, PluginError
-from jackfield_vllm.sampling import SampleTable, sample, uniforms
+from jackfield_vllm.sampling import Kind, SampleTable, draw_mixed, uniforms
 
 OLDEST, NEWEST = (0, 20), (0, 33)
 FINISH = {"stop": "stop", "length": "length"}
@@ -98,6 +98,9 @@ def plain_cpu_linears() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = original
 
 
+_PLAIN: Kind = (1.0, 1.0, 0)
+
+
 @dataclass(frozen=True)
 class Output:
     """What one step gave one sample."""
@@ -139,14 +142,12 @@ class Core:
         """Tokens in one block of the KV cache: prefixes are shared in whole blocks."""
         return int(self._engine.vllm_config.cache_config.block_size)
 
-    def params(self, *, temperature: float, top_p: float, top_k: int, max_tokens: int, stop_ids: Sequence[int]) -> Any:
-        """vLLM's form of the sampling settings; seeds and greedy choice are the table's."""
+    def params(self, *, max_tokens: int, stop_ids: Sequence[int]) -> Any:
+        """vLLM's form of what it decides itself: when a sample ends. The drawing is ours (`add`)."""
         from vllm import SamplingParams
 
         return SamplingParams(
-            temperature=temperature or 1.0,
-            top_p=top_p,
-            top_k=top_k,
+            temperature=1.0,
             max_tokens=max_tokens,
             stop_token_ids=list(stop_ids),
             ignore_eos=True,  # the end tokens are among stop_ids
@@ -154,13 +155,13 @@ class Core:
             detokenize=False,
         )
 
-    def add(self, key: str, tokens: list[int], params: Any, *, seed: int, greedy: bool) -> None:
+    def add(self, key: str, tokens: list[int], params: Any, *, seed: int, kind: Kind) -> None:
         """Queue one sample."""
         import time
 
         from vllm.v1.engine import EngineCoreRequest
 
-        self.table.add(key, seed, greedy)
+        self.table.add(key, seed, kind)
         given = {"request_id": key, "prompt_token_ids": tokens, "sampling_params": params, "arrival_time": time.time()}
         required = EngineCoreRequest.__struct_fields__[: -len(EngineCoreRequest.__struct_defaults__)]
         self._client.add_request(EngineCoreRequest(**{**dict.fromkeys(required), **given, "external_req_id": key}))
@@ -185,9 +186,9 @@ class Core:
             self._client.get_output()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached keys and values. Raises RuntimeError where vLLM refuses since samples are in flight."""
-        if not self._client.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache: samples are still in flight; finish or close `generate` before a sync")
+        """Forget all keys and values; samples in flight are read again before they go on. Raises RuntimeError where vLLM refuses."""
+        if not self._client.reset_prefix_cache(reset_running_requests=bool(self.table.seeds)):
+            raise RuntimeError("vLLM kept its prefix cache: it would serve keys and values of old weights")
 
     def count_scheduled(self, seen: Callable[[int], None]) -> None:
         """Call `seen` with the number of tokens that each coming step computes (benchmarks and tests)."""
@@ -271,12 +272,9 @@ def _sampler(runner: Any, table: SampleTable) -> nn.Module:
             keys = batch.req_ids
             seeds = np.fromiter((table.seeds.get(k, 0) for k in keys), np.uint64, len(keys))
             uniform = torch.from_numpy(uniforms(seeds, batch.num_tokens_no_spec[: len(keys)]))
-            greedy = torch.tensor([k in table.greedy for k in keys]) if table.greedy else None
             if logits.is_cuda:
                 uniform = uniform.pin_memory().to(logits.device, non_blocking=True)
-                greedy = None if greedy is None else greedy.pin_memory().to(logits.device, non_blocking=True)
-            meta = sampling_metadata
-            tokens, log_probs = sample(logits, meta.temperature, meta.top_k, meta.top_p, uniform, greedy)
+            tokens, log_probs = draw_mixed(logits, [table.kinds.get(k, _PLAIN) for k in keys], uniform)
             ids = tokens.to(torch.int32)[:, None]
             return SamplerOutput(ids, LogprobsTensors(ids, log_probs[:, None], torch.zeros_like(ids[:, 0])))
 

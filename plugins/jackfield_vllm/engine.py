@@ -112,19 +112,21 @@ class VLLM(Engine):
         try:
             for request in requests:
                 s, tokens = request.sampling, list(request.tokens)
-                stops = s.stop_ids if s.ignore_eos else (*self.ends, *s.stop_ids)
-                params = core.params(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_tokens=s.max_new_tokens, stop_ids=stops)
+                stops = () if s.ignore_eos else (*self.ends, *s.stop_ids)
+                params = core.params(max_tokens=min(s.max_new_tokens, room - len(tokens)), stop_ids=stops)
+                kind = (s.temperature, s.top_p, s.top_k)
                 for index, seed in enumerate(request.seeds):
                     key = f"{request.id}:{index}"
                     open_[key] = Sample(request.id, index, [], [], [], "")
-                    core.add(key, tokens, params, seed=seed, greedy=s.temperature == 0)
+                    core.add(key, tokens, params, seed=seed, kind=kind)
             while open_:
                 for out in core.step():
                     sample = open_[out.key]
                     sample.tokens += out.tokens
                     sample.log_probs += out.log_probs
+                    sample.versions += [self.version] * len(out.tokens)
                     if out.finish is not None:
-                        sample.finish_reason, sample.versions = out.finish, [self.version] * len(sample.tokens)
+                        sample.finish_reason = out.finish
                         yield open_.pop(out.key)
         finally:
             gc.unfreeze()
@@ -157,7 +159,7 @@ class VLLM(Engine):
         self._core.model.load_weights(weights)
 
     def weights_updated(self, version: int) -> None:
-        """See Engine: repack what vLLM keeps packed, drop the prefix cache."""
+        """See Engine: repack what vLLM keeps packed, drop the prefix cache; samples in flight are read again under the new weights."""
         self._weights.repack()
         self._core.reset_prefix_cache()
         self.version = version

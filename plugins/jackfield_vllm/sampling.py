@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from jackfield.logits import truncate
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -54,56 +56,52 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, torch.minimum(target, below_last), right=True)
 
 
-def keep_top(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Scores with -inf outside the top-k and top-p sets: sorted descending, a token is kept while the probability before it is below p.
-
-    scores: float32 [B, V]; top_k: int [B] (V keeps all); top_p: float32 [B].
-    """
-    if top_k is None and top_p is None:
-        return scores
-    ordered, order = scores.sort(dim=-1, descending=True)
-    drop = torch.zeros_like(ordered, dtype=torch.bool)
-    if top_k is not None:
-        drop = torch.arange(scores.shape[1], device=scores.device) >= top_k[:, None]
-        ordered = ordered.masked_fill(drop, -torch.inf)
-    if top_p is not None:
-        probs = ordered.softmax(-1)
-        drop = drop | (probs.cumsum(-1) - probs >= top_p[:, None])
-    drop[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), -torch.inf)
+Kind = tuple[float, float, int]
+"""Temperature, top-p, top-k."""
 
 
 class SampleTable:
-    """What the sampler must know of the samples in flight: seed, and whether the most likely token is taken."""
+    """What the sampler must know of the samples in flight: each one's seed and sampling settings."""
 
     def __init__(self) -> None:
         self.seeds: dict[str, int] = {}
-        self.greedy: set[str] = set()
+        self.kinds: dict[str, Kind] = {}
 
-    def add(self, key: str, seed: int, greedy: bool) -> None:
+    def add(self, key: str, seed: int, kind: Kind) -> None:
         """Register a sample before it is handed to vLLM."""
-        self.seeds[key] = seed % 2**64
-        if greedy:
-            self.greedy.add(key)
+        self.seeds[key], self.kinds[key] = seed % 2**64, kind
 
     def remove(self, key: str) -> None:
         """Forget a finished sample."""
         self.seeds.pop(key, None)
-        self.greedy.discard(key)
+        self.kinds.pop(key, None)
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, uniform: Tensor, greedy: Tensor | None) -> Any:
-    """Tokens int64 [B] and their log-probs float32 [B] under the distribution they were drawn from.
+def draw(logits: Tensor, kind: Kind, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [B] and their log-probs float32 [B] under the distribution they were drawn from; logits [B, V] of any float type.
 
-    logits: [B, V] of any float type; temperature: float32 [B]. `greedy` (bool [B], or None for nowhere) takes the most likely token.
+    Temperature 0 takes the most likely token and reports its log-prob at temperature 1, which is how training scores it.
     """
+    temperature, top_p, top_k = kind
     scores = logits.float()
-    scores = scores / temperature[:, None] if scores is logits else scores.div_(temperature[:, None])
-    scores = keep_top(scores, top_k, top_p)
+    if temperature not in (0.0, 1.0):
+        scores = scores / temperature
+    scores = truncate(scores, top_p, top_k)
     peak, best = scores.max(-1, keepdim=True)
     weights = (scores - peak).exp_()
-    tokens = choose(weights, uniform)
-    if greedy is not None:
-        tokens = torch.where(greedy, best[:, 0], tokens)
+    tokens = choose(weights, uniform) if temperature else best[:, 0]
     log_sum = weights.sum(-1, dtype=torch.float64).log().float()
     return tokens, (scores.gather(1, tokens[:, None]) - peak)[:, 0] - log_sum
+
+
+def draw_mixed(logits: Tensor, kinds: Sequence[Kind], uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """`draw` where rows may differ in their settings."""
+    different = list(dict.fromkeys(kinds))
+    if len(different) == 1:
+        return draw(logits, different[0], uniform)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    for kind in different:
+        rows = torch.tensor([i for i, other in enumerate(kinds) if other == kind], device=logits.device)
+        tokens[rows], log_probs[rows] = draw(logits[rows], kind, uniform[rows])
+    return tokens, log_probs
