@@ -125,6 +125,9 @@ class Core:
         with contained(), plain_cpu_linears() if plain_linears else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._client = self._engine.engine_core
+        # collecting an engine would take the process's parallel state with it, which the next engine uses
+        if (finalizer := getattr(self._client, "_finalizer", None)) is not None:
+            finalizer.detach()
         self._scheduler = self._client.engine_core.scheduler
         worker = self._engine.model_executor.driver_worker
         self.runner = getattr(worker, "worker", worker).model_runner
@@ -229,10 +232,6 @@ class Core:
         for storage, size in self._held:
             storage.resize_(size)
         return sum(size for _, size in self._held)
-
-    def shutdown(self) -> None:
-        """Release the workers and the parallel state that vLLM keeps in this process."""
-        self._client.shutdown()
 
 
 def _kv_pool() -> list[Any]:

@@ -6,12 +6,12 @@ import os
 import pytest
 import torch
 
+from jackfield import registry
 from jackfield.components import WorkerContext
-from jackfield.config import ModelConfig, OptimizerConfig
+from jackfield.config import ComponentSpec, ModelConfig, OptimizerConfig
 from jackfield.testing.models import tiny_model
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
-CPU = torch.device("cpu")
 
 
 def pytest_collection_modifyitems(items):
@@ -20,53 +20,63 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; see docs/engines/vllm.md"))
 
 
-def small(folder, family="llama", **settings):
-    """A model that vLLM takes on CPU: head size 32."""
-    return tiny_model(folder, family, **{"hidden": 128, "max_positions": 512, **settings})
+def _context(dtype):
+    return WorkerContext("policy", torch.device("cpu"), 0, dtype=dtype)
 
 
-def context(dtype="float32", seed=0):
-    return WorkerContext("policy", CPU, seed, dtype=dtype)
-
-
-def build(folder, **settings):
-    """An engine without weights."""
-    from jackfield_vllm.engine import VLLM
-
-    engine = VLLM(VLLM.Config(**{"memory": 0.06, "max_num_seqs": 64, "args": {"kv_cache_memory_bytes": 2**26}, **settings}))
-    engine.setup(ModelConfig(path=str(folder)), context())
+def _build(folder, dtype="float32", **settings):
+    options = {"memory": 0.06, "max_num_seqs": 64, "args": {"kv_cache_memory_bytes": 2**26}, **settings}
+    engine = registry.build("engine", ComponentSpec(name="vllm", options=options))
+    engine.setup(ModelConfig(path=str(folder)), _context(dtype))
     return engine
 
 
-def trainer(folder, lr=1e-2, dtype="float32"):
-    """A backend on the same model."""
-    from jackfield_torch.backend import TorchBackend
-
-    backend = TorchBackend(TorchBackend.Config(dtype=dtype))
-    backend.setup(ModelConfig(path=str(folder)), OptimizerConfig(lr=lr), context(dtype))
+def _trainer(folder, dtype="float32", lr=1e-2):
+    backend = registry.build("backend", ComponentSpec(name="torch", options={"dtype": dtype}))
+    backend.setup(ModelConfig(path=str(folder)), OptimizerConfig(lr=lr, max_grad_norm=1e9), _context(dtype))
     return backend
 
 
-def connect(backend, engine, name="auto", version=0):
-    """Bring the weights over; the transport and its first report."""
-    from jackfield_reshard.transports import Auto, Local
-
-    kind = {"auto": Auto, "local": Local}[name]
-    transport = kind(kind.Config(verify=True))
-    transport.connect(backend, engine, context())
-    return transport, transport.sync(version)
+def _connect(backend, engine, name="auto"):
+    transport = registry.build("transport", ComponentSpec(name=name, options={"verify": True}))
+    transport.connect(backend, engine, _context("float32"))
+    return transport
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory):
-    return small(tmp_path_factory.mktemp("llama"), vocab=500)
+def build():
+    """`build(folder, **settings)`: an engine, still without weights."""
+    return _build
+
+
+@pytest.fixture(scope="session")
+def trainer():
+    """`trainer(folder)`: a backend with an optimizer."""
+    return _trainer
+
+
+@pytest.fixture(scope="session")
+def connect():
+    """`connect(backend, engine, transport)`: the transport; `sync(version)` comes next."""
+    return _connect
+
+
+@pytest.fixture(scope="session")
+def small():
+    """`small(folder, family, ...)`: a model that vLLM takes on CPU: head size 32."""
+    return lambda folder, family="llama", **settings: tiny_model(folder, family, **{"hidden": 128, "max_positions": 512, **settings})
+
+
+@pytest.fixture(scope="session")
+def llama(small, tmp_path_factory):
+    return small(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")
 def served(llama):
     """(engine, backend) of the tiny Llama, one storage."""
-    engine, backend = build(llama), trainer(llama)
-    connect(backend, engine)
+    engine, backend = _build(llama), _trainer(llama)
+    _connect(backend, engine).sync(0)
     return engine, backend
 
 

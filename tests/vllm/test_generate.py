@@ -5,63 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from vllm_helpers import batch_of, gap, generate, prompts, requests, tokens
 
 from jackfield.components import Request
 from jackfield.config import SamplingConfig
 from jackfield.errors import DataError
+from jackfield.testing.samples import gap, generate, prompts, requests, tokens
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.mark.parametrize("settings", [(0.5, 1.0, 0), (1.0, 1.0, 0), (1.3, 1.0, 0), (1.0, 0.9, 0), (0.8, 0.7, 20), (0.0, 1.0, 0)])
-def test_law_11_log_probs_are_the_trainers_under_the_sampling_distribution(served, settings):
-    engine, backend = served
-    temperature, top_p, top_k = settings
-    asked = requests(prompts(6), temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=True)
-    difference = gap(backend, asked, generate(engine, asked))
-    assert len(difference) == 6 * 2 * 16
-    assert difference.max() < 1e-4
-
-
-def test_law_10_ends(served, llama):
-    engine, _ = served
-    free = generate(engine, requests(prompts(4), group=4, max_new_tokens=24, ignore_eos=True))
-    assert {(len(s.tokens), s.finish_reason) for s in free.values()} == {(24, "length")}
-    common = max({t for s in free.values() for t in s.tokens[2:20]}, key=lambda t: sum(t in s.tokens for s in free.values()))
-    stopped = generate(engine, requests(prompts(4), group=4, max_new_tokens=24, stop_ids=(common,)))
-    for key, sample in stopped.items():
-        whole = free[key].tokens
-        at = min(whole.index(t) if t in whole else 24 for t in (common, engine.ends[0]))
-        assert sample.tokens == whole[: at + 1]
-        assert sample.finish_reason == ("stop" if at < 24 else "length")
-        assert len(sample.log_probs) == len(sample.versions) == len(sample.tokens)
-    assert any(s.finish_reason == "stop" for s in stopped.values())
-
-
-def test_the_models_own_end_tokens_stop(served):
-    engine, _ = served
-    free = generate(engine, requests(prompts(1), group=1, max_new_tokens=24, ignore_eos=True))[0, 0].tokens
-    ends, engine.ends = engine.ends, (free[5], 7)
-    try:
-        sample = generate(engine, requests(prompts(1), group=1, max_new_tokens=24))[0, 0]
-    finally:
-        engine.ends = ends
-    assert (sample.tokens, sample.finish_reason) == (free[: free.index(free[5]) + 1], "stop")
-
-
-def test_law_18_each_seed_gives_one_sample_whatever_else_is_in_the_batch(served):
-    engine, _ = served
-    asked = requests(prompts(8), group=4, ignore_eos=True)
-    together = tokens(generate(engine, asked))
-    assert len({tuple(t) for t in together.values()}) == 32
-    assert tokens(generate(engine, asked[::-1])) == together
-    for request in asked[:2]:
-        for index, seed in enumerate(request.seeds):
-            alone = generate(engine, [Request(5, request.tokens, (seed,), request.sampling)])
-            assert alone[5, 0].tokens == together[request.id, index]
-    other = requests(prompts(8), group=4, seed=1, ignore_eos=True)
-    assert tokens(generate(engine, other)) != together
 
 
 def test_settings_may_differ_within_a_batch(served):
@@ -141,11 +91,3 @@ def test_sleep_gives_the_caches_memory_and_wake_takes_it_back(served):
     assert engine.wake() == freed
     assert sum(t.untyped_storage().nbytes() for t in engine.core.kv_caches()) == freed
     assert tokens(generate(engine, asked)) == before
-
-
-def test_batches_that_are_trained_on_have_every_token_once(served):
-    engine, _ = served
-    asked = requests(prompts(3), group=3)
-    batch = batch_of(asked, generate(engine, asked))
-    assert batch.sample_ids.tolist() == list(range(9))
-    assert ((batch.versions >= 0) == batch.response_mask).all()
