@@ -117,7 +117,7 @@ def _boxes(path: str, module: nn.Module, attribute: str, parameter: Tensor, arch
 
 def _experts(path: str, module: nn.Module, attribute: str, shape: tuple[int, ...], architecture: str) -> Iterator[Box]:
     """w13 is [experts, gate rows then up rows, hidden], w2 [experts, hidden, intermediate]; TP splits the intermediate."""
-    base = path[: path.rindex("experts") + len("experts")]
+    base = path[: path.index(".experts") + len(".experts")]
     gate, up, down = EXPERT_NAMES.get(architecture, ("gate_proj", "up_proj", "down_proj"))
     rank, size = _expert_parallel(module)
     expert_map = getattr(module, "expert_map", None)
