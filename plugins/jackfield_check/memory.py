@@ -1,0 +1,86 @@
+"""Bytes on the fullest GPU of a role, by arithmetic on its Hugging Face config and its layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jackfield_reshard.families import Tensor
+from jackfield_reshard.layout import Layout
+from jackfield_reshard.sides import depth_of, holding, stages
+
+ITEM = {"float32": 4, "bfloat16": 2}
+GIB = 2**30
+
+
+@dataclass
+class Need:
+    """Bytes on one GPU by what they are for."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {count / GIB:.2f}" for name, count in self.parts.items() if count)
+        return f"{self.total / GIB:.2f} GiB a GPU ({parts})"
+
+
+def elements(table: list[Tensor], layout: Layout) -> float:
+    """Elements on the rank that holds most."""
+    held = np.zeros(layout.world)
+    for tensor in table:
+        for layers, where in stages(tensor, layout, depth_of(table)):
+            own = holding(tensor, layout, where)
+            np.add.at(held, own.ranks, own.volume * float(len(layers)))
+    return float(held.max())
+
+
+def parameters(table: list[Tensor]) -> float:
+    """Elements of the whole model."""
+    return float(sum(math.prod(t.shape) * len(t.layers) for t in table))
+
+
+def frozen(table: list[Tensor], layout: Layout, options: Mapping[str, Any]) -> Need:
+    """A model that only scores: a reference, an engine without its cache."""
+    item = ITEM[options.get("dtype", "float32")]
+    if layout.kind == "fsdp":  # the shards are float32 whatever the layers compute in
+        return Need({"weights": 4 * elements(table, layout), "gathered layers": _gathered(table, item)})
+    return Need({"weights": item * elements(table, layout)})
+
+
+def trained(table: list[Tensor], layout: Layout, options: Mapping[str, Any], config: Mapping[str, Any], tokens: int) -> Need:
+    """A model in training with AdamW: its moments are 8 bytes an element, and a bfloat16 model has float32 masters of 4 more.
+
+    Activations follow Korthikanti et al. (arXiv 2205.05198, equation 2 without the attention matrix): 34 bytes a token, layer and
+    hidden unit at 16 bits; with recomputation 2, and one layer in full.
+    """
+    item, held = ITEM[options.get("dtype", "float32")], elements(table, layout)
+    if layout.kind == "fsdp":
+        need = Need({"weights": 4 * held, "gradients": 4 * held, "optimizer": 8 * held, "gathered layers": _gathered(table, item)})
+    else:
+        gradient = ITEM[options.get("grad_reduce_dtype", "float32")] if layout.kind == "megatron" else item
+        states = 8 + (4 if item == 2 else 0)
+        shared = layout.dp * layout.cp if layout.kind == "megatron" and options.get("distributed_optimizer") is not False else 1
+        need = Need({"weights": item * held, "gradients": gradient * held, "optimizer": states * held / shared})
+    layers, hidden = depth_of(table), config["hidden_size"]
+    whole = 34 * item / 2 * tokens * hidden / (layout.tp * layout.cp)
+    if options.get("activation_checkpointing"):
+        need.parts["activations"] = item * tokens * hidden / layout.cp * layers + whole
+    else:
+        need.parts["activations"] = whole * layers
+    return need
+
+
+def _gathered(table: list[Tensor], item: int) -> float:
+    """FSDP keeps two units gathered (the next is fetched ahead): the two largest of the layers and what stands outside them."""
+    layer = sum(math.prod(t.shape) * len(t.layers) for t in table if t.place == "layer") / depth_of(table)
+    outside = sum(math.prod(t.shape) for t in table if t.place != "layer")
+    return item * (max(layer, outside) + layer)
