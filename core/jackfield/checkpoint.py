@@ -35,7 +35,7 @@ def save(run: Run) -> Path:
         _sync_to_disk(partial)
         partial.rename(final)
         _sync_to_disk(home)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, CheckpointError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"checkpoint {final} cannot be written: {error}; the earlier ones are untouched") from error
     for old in complete(run.dir)[: -run.config.checkpoint.keep]:

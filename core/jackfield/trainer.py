@@ -123,9 +123,12 @@ class Trainer:
                 hook.reward = PlacedReward(label, groups[label])
             else:
                 hook.reward.setup(WorkerContext(label, torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.seed))
-        config.dir.mkdir(parents=True, exist_ok=True)
-        (config.dir / "config.json").write_text(config.model_dump_json(indent=1))
-        (config.dir / "plugins.json").write_text(json.dumps(run.plugins, indent=1))
+        try:
+            config.dir.mkdir(parents=True, exist_ok=True)
+            (config.dir / "config.json").write_text(config.model_dump_json(indent=1))
+            (config.dir / "plugins.json").write_text(json.dumps(run.plugins, indent=1))
+        except OSError as error:
+            raise ConfigError(f"{config.dir} cannot be used as the run's folder ({error}): choose another dir") from error
         for stale in (config.dir / "checkpoints").glob(".partial-*"):
             shutil.rmtree(stale)
         found = checkpoint.complete(config.dir)

@@ -11,6 +11,9 @@ from jackfield.hookspecs import hookimpl
 from jackfield_rollout.prompts import Encoded, PromptConfig, PromptEncoder, load_tokenizer
 from jackfield_rollout.seeds import gather, sample_seed
 
+TRIED = 512
+"""Rows whose prompts are checked before the run starts; the others are when their turn comes."""
+
 
 class PromptedRollout(Rollout):
     """What rollouts share: the tokenizer (set as `run.tokenizer`), prompts, and the hook."""
@@ -21,10 +24,13 @@ class PromptedRollout(Rollout):
 
     @hookimpl
     def configure(self, run: Any) -> None:
-        """Load the tokenizer before any model is."""
+        """Load the tokenizer before any model is, and try it on the first rows."""
         path = run.config.policy.model.path
         run.tokenizer = load_tokenizer(path)
         self.encoder = PromptEncoder(self.config, path, run.tokenizer)
+        rows = run.prompts.dataset
+        first = [Prompt(i, rows[i]) for i in range(min(len(rows), TRIED))]
+        self.encoder.select(first, run.sampling.max_new_tokens)
 
     @hookimpl
     def rollout(self, run: Any, prompts: Sequence[Prompt]) -> Batch:

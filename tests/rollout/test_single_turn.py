@@ -35,9 +35,9 @@ def prompts(*texts, first=0, **fields):
     return [Prompt(first + k, {"prompt": t, "row": k, **fields}) for k, t in enumerate(texts)]
 
 
-def collect(model, rows, *, policy=None, options=None, **run):
+def collect(model, rows, *, policy=None, options=None, data=(), **run):
     rollout = SingleTurn(SingleTurn.Config(**(options or {})))
-    run = make_run(model, policy or RulePolicy(by_prompt), **run)
+    run = make_run(model, policy or RulePolicy(by_prompt), rows=data, **run)
     rollout.configure(run)
     return rollout.rollout(run, rows), run
 
@@ -151,6 +151,13 @@ def test_overlong_prompt_is_an_error_with_the_arithmetic(model):
     with pytest.raises(DataError, match=r"prompt 1 has 13 tokens, but context 16 - max_new_tokens 4 = 12.*overlong=drop"):
         collect(model, prompts("t1", long))
     collect(model, prompts(" ".join(["t1"] * 12)))
+
+
+def test_an_overlong_prompt_among_the_first_rows_is_found_before_the_run(model):
+    data = [{"prompt": "t1"}, {"prompt": " ".join(["t1"] * 13)}]
+    with pytest.raises(DataError, match="prompt 1 has 13 tokens"):
+        collect(model, prompts("t1"), data=data)
+    collect(model, prompts("t1"), data=data, options={"overlong": "drop"})
 
 
 def test_overlong_prompts_are_dropped_and_counted(model):
