@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 24
+_CHUNK = 1 << 20
 _FACTOR = 0x9E3779B1
 """An odd constant (2^32 over the golden ratio), so that weights of neighbours differ in many bits and none is even."""
+
+
+@lru_cache(maxsize=4)
+def _weights(device: torch.device) -> Tensor:
+    """Weight of element i of a chunk: (2 i + 1) x factor."""
+    return torch.arange(_CHUNK, device=device, dtype=torch.int64) * (2 * _FACTOR) + _FACTOR
+
+
+def _signed(value: int) -> int:
+    """A number modulo 2^64 as int64 holds it."""
+    value %= 1 << 64
+    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -17,11 +31,13 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Checksum of a tensor's values in order, independent of strides and storage."""
+    """Checksum of a tensor's values in order, independent of strides and storage: sum of (2 i + 1) x factor x bits of element i."""
     flat = bits(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    weights, total = _weights(flat.device), torch.zeros((), dtype=torch.int64, device=flat.device)
     for begin in range(0, flat.numel(), _CHUNK):
         part = flat[begin : begin + _CHUNK].to(torch.int64)
-        weight = torch.arange(begin, begin + part.numel(), device=flat.device, dtype=torch.int64) * (2 * _FACTOR) + _FACTOR
-        total += (part * weight).sum()
+        own = weights[: part.numel()]
+        total += (part * own).sum() if part.is_cuda else torch.dot(part, own)
+        if begin:
+            total += part.sum() * _signed(begin * 2 * _FACTOR)
     return int(total)

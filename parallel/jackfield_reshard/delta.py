@@ -97,7 +97,8 @@ class Delta(Resharding):
                 rows.append((form, count, payload.numel(), checksum(now)))
                 parts.append(payload)
                 report.bytes_saved += now.numel() * now.element_size() - payload.numel()
-                self._sent[peer, k, number] = now.clone() if self._shared(now) else now
+                kept = self._sent.get((peer, k, number))
+                self._sent[peer, k, number] = now.clone() if kept is None else kept.copy_(now)
             headers[peer] = torch.tensor(rows, dtype=torch.int64)
             payloads[peer] = torch.cat(parts)
         got = self._swap(headers, {peer: (len(items), 4) for peer, items in into.items()}, torch.int64, report)
@@ -121,11 +122,6 @@ class Delta(Resharding):
                 length = torch.Size(item.box[1]).numel() * item.dtype.itemsize
                 self._write(item, partial(decode, DENSE, 0, resent[at : at + length]))
                 at += length
-
-    def _shared(self, flat: Tensor) -> bool:
-        """Whether a flat tensor is the trainer's own storage rather than a cast or a copy."""
-        storages = {shard.tensor.untyped_storage().data_ptr() for shard in self._views[0] if shard.tensor is not None}
-        return flat.untyped_storage().data_ptr() in storages
 
     def _write(self, item: Item, change: Callable[[Tensor], None]) -> set[int]:
         """Apply a change to every place of a box in this engine; returns the checksums of the results in the type that travels."""

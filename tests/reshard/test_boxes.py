@@ -109,6 +109,7 @@ def test_shapes_that_do_not_fit_are_an_error():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 def test_checksum_notices_every_change(dtype):
+    """Also beyond one chunk of 2^20 elements."""
     values = torch.randint(0, 100, (6, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
     total = checksum(values)
     assert total == checksum(values.t().contiguous().t()), "strides do not matter"
@@ -119,3 +120,9 @@ def test_checksum_notices_every_change(dtype):
         changed = values.clone()
         changed.view(-1)[i] += 1
         assert checksum(changed) != total
+    long = torch.zeros((1 << 20) + 2, dtype=dtype)
+    sums = []
+    for i in (0, (1 << 20) - 1, 1 << 20, (1 << 20) + 1):
+        long.zero_()[i] = 1
+        sums.append(checksum(long))
+    assert len(set(sums)) == 4
