@@ -286,7 +286,9 @@ def main() -> None:
         name = ":".join(map(str, case))
         command = [sys.executable, __file__, "--case", name, *(f"--{k}={v}" for k, v in sizes.items())]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, check=False)
+            # without it, weights, states and activations that just fit are lost to fragmentation
+            environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, check=False, env=environment)
             lines = done.stdout.strip().splitlines()
             result = json.loads(lines[-1]) if done.returncode == 0 and lines else {"case": name, "error": done.stderr[-1500:]}
         except subprocess.TimeoutExpired:

@@ -1,6 +1,7 @@
 """Log-probs and entropy with the vocabulary split over tensor-parallel ranks, in memory that does not grow with tokens x vocabulary.
 
-Logits exist for one chunk of positions at a time, in the forward pass and (computed again) in the backward pass, in float32.
+Logits exist for one chunk of positions at a time, in the forward pass and (computed again) in the backward pass. Each pass over them is one
+function without communication, which is one kernel where there is a compiler for it; ranks exchange only numbers per position.
 N positions, V vocabulary, H hidden; each rank holds V / tp rows of the output weight, the last ones padding.
 """
 
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from jackfield.components import OutputRequest
 from jackfield.logits import truncate
+
+_LOW = -1e30
+"""Stands for -inf where the difference of two -inf would be NaN."""
 
 
 @dataclass(frozen=True)
@@ -37,37 +41,81 @@ class Vocabulary:
         return x
 
 
-def _kept(scores: Tensor, labels: Tensor, request: OutputRequest, vocabulary: Vocabulary) -> Tensor:
-    """`scores` [n, V / tp] with -inf on what top-k and top-p drop, decided over the whole vocabulary."""
+def _scan(logits: Tensor, local: Tensor, scale: float, real: int, more: bool) -> Tensor:
+    """One pass: with z the scaled logits and e = exp(z - max): max, sum e, z at `local`, and if `more` sum e z and sum e^2; float32 [5, n]."""
+    z = logits.float().mul(scale) if logits.dtype == torch.float32 else logits.float().mul_(scale)
+    if real < z.shape[1]:
+        z[:, real:] = -torch.inf
+    top = z.amax(-1, keepdim=True).clamp_(min=_LOW)
+    at = z.gather(-1, local[:, None])[:, 0]
+    e = (z - top).exp_()
+    total = e.sum(-1)
+    weighted, squares = total, total
+    if more:
+        weighted = z.clamp_(min=_LOW).mul_(e).sum(-1)
+        squares = e.square_().sum(-1)
+    return torch.stack((top[:, 0], total, at, weighted, squares))
+
+
+def _slopes(
+    logits: Tensor, local: Tensor, numbers: Tensor, scale: float, real: int, factor: float, more: bool, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of the logits [n, v] from `numbers` [6, n]: log of the normaliser, entropy, sum p^2, and the three gradients.
+
+    With p the probabilities: d log-prob = onehot - p, d entropy = -p (log p + entropy), d sum p^2 = 2 p (p - sum p^2). `local` is -1
+    where another rank holds the label; `factor` is the inverse temperature.
+    """
+    normaliser, entropy, squares, grad_log_prob, grad_entropy, grad_squares = numbers.unsqueeze(-1)
+    z = logits.float().mul(scale) if logits.dtype == torch.float32 else logits.float().mul_(scale)
+    if real < z.shape[1]:
+        z[:, real:] = -torch.inf
+    log_p = z.sub_(normaliser).clamp_(min=_LOW)
+    p = log_p.exp()
+    if more:
+        slope = log_p.add_(entropy).mul_(-grad_entropy).sub_(grad_log_prob)
+        slope += (p - squares).mul_(2 * grad_squares)
+        grad = p.mul_(slope)
+    else:
+        grad = p.mul_(-grad_log_prob)
+    if grad.is_cuda:  # one fused kernel; a scatter would split it in two
+        grad = grad + torch.where(torch.arange(z.shape[1], device=z.device) == local[:, None], grad_log_prob, 0)
+    else:
+        grad.scatter_add_(-1, local.clamp(min=0)[:, None], torch.where(local[:, None] >= 0, grad_log_prob, 0))
+    return grad.mul_(factor).to(dtype)
+
+
+scan = torch.compile(_scan, dynamic=True) if torch.cuda.is_available() else _scan
+slopes = torch.compile(_slopes, dynamic=True) if torch.cuda.is_available() else _slopes
+
+
+def _logits(hidden: Tensor, weight: Tensor, labels: Tensor, request: OutputRequest, vocabulary: Vocabulary) -> tuple[Tensor, float]:
+    """Logits [n, V / tp] and what they are still to be multiplied by. Top-k and top-p are decided over the whole vocabulary."""
+    logits = hidden @ weight.t()
+    scale = 1 / request.temperature
+    if request.top_p >= 1 and not request.top_k:
+        return logits, scale
+    scores = logits.float() * scale
+    scores[:, vocabulary.real :] = -torch.inf
     size, width = vocabulary.group.size(), scores.shape[1]
     if size == 1:
-        return truncate(scores, request.top_p, request.top_k, labels)
+        return truncate(scores, request.top_p, request.top_k, labels), 1.0
     parts = [torch.empty_like(scores) for _ in range(size)]
-    dist.all_gather(parts, scores.contiguous(), group=vocabulary.group)
+    dist.all_gather(parts, scores, group=vocabulary.group)
+    # all ranks but the last are full, so that a label's id is its column
     whole = truncate(torch.cat(parts, dim=1), request.top_p, request.top_k, labels)
     first = vocabulary.group.rank() * width
-    return whole[:, first : first + width]
+    return whole[:, first : first + width], 1.0
 
 
-def _scores(hidden: Tensor, weight: Tensor, labels: Tensor, request: OutputRequest, vocabulary: Vocabulary) -> Tensor:
-    scores = (hidden @ weight.t()).float()
-    if request.temperature != 1:
-        scores /= request.temperature
-    if vocabulary.real < weight.shape[0]:
-        scores[:, vocabulary.real :] = -torch.inf
-    if request.top_p < 1 or request.top_k:
-        scores = _kept(scores, labels, request, vocabulary)
-    return scores
-
-
-def _log_softmax(scores: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Log-probabilities of the local tokens, normalised over all ranks."""
-    if vocabulary.group.size() == 1:
-        return scores.log_softmax(-1)
-    top = vocabulary.all_reduce(scores.amax(-1, keepdim=True), dist.ReduceOp.MAX)
-    scores = scores - top
-    total = vocabulary.all_reduce(scores.exp().sum(-1, keepdim=True))
-    return scores.sub_(total.log_())
+def _combine(scanned: Tensor, mine: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Over the ranks: (log-prob, entropy, sum p^2) [3, n] and the log of the normaliser [n]."""
+    top, total, at, weighted, squares = scanned
+    best = vocabulary.all_reduce(top.clone(), dist.ReduceOp.MAX)
+    shrink = (top - best).exp()
+    sums = torch.stack((total * shrink, torch.where(mine, at, 0), weighted * shrink, squares * shrink.square()))
+    total, at, weighted, squares = vocabulary.all_reduce(sums)
+    normaliser = best + total.log()
+    return torch.stack((at - normaliser, normaliser - weighted / total, squares / total.square())), normaliser
 
 
 class _Statistics(torch.autograd.Function):
@@ -75,44 +123,35 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, request: OutputRequest, vocabulary: Vocabulary) -> Any:
-        ctx.save_for_backward(hidden, weight, labels)
-        ctx.request, ctx.vocabulary = request, vocabulary
         results = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
+        normalisers = torch.zeros_like(results[0])
+        more = request.entropy or request.sum_pi_squared
         for start in range(0, len(hidden), vocabulary.chunk):
             rows = slice(start, start + vocabulary.chunk)
-            log_pi = _log_softmax(_scores(hidden[rows], weight, labels[rows], request, vocabulary), vocabulary)
             local, mine = _local(labels[rows], vocabulary)
-            results[0, rows] = torch.where(mine, log_pi.gather(-1, local[:, None])[:, 0], 0)
-            if request.entropy or request.sum_pi_squared:
-                pi = log_pi.exp()
-                results[2, rows] = pi.square().sum(-1)
-                results[1, rows] = pi.mul_(log_pi.clamp_(min=-1e30)).sum(-1).neg_()
-        vocabulary.all_reduce(results)
-        ctx.results = results.detach().clone() if request.entropy or request.sum_pi_squared else None
-        return tuple(results)
+            logits, scale = _logits(hidden[rows], weight, labels[rows], request, vocabulary)
+            results[:, rows], normalisers[rows] = _combine(scan(logits, local, scale, vocabulary.real, more), mine, vocabulary)
+        ctx.save_for_backward(hidden, weight, labels, normalisers, results)
+        ctx.request, ctx.vocabulary = request, vocabulary
+        return tuple(results.clone())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """With p the probabilities: d log_prob = onehot - p, d entropy = -p (log p + entropy), d sum p^2 = 2 p (p - sum)."""
-        hidden, weight, labels = ctx.saved_tensors
+        """Logits again, chunk by chunk; nothing is communicated, as the normalisers are kept."""
+        hidden, weight, labels, normalisers, results = ctx.saved_tensors
         request, vocabulary = ctx.request, ctx.vocabulary
+        more = request.entropy or request.sum_pi_squared
+        wanted = torch.tensor([1.0, request.entropy, request.sum_pi_squared], device=hidden.device)[:, None]
+        numbers = torch.cat((normalisers[None], results[1:], torch.stack(grads) * wanted))
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), vocabulary.chunk):
             rows = slice(start, start + vocabulary.chunk)
-            grad_log_prob, grad_entropy, grad_squares = (g[rows, None] for g in grads)
-            log_pi = _log_softmax(_scores(hidden[rows], weight, labels[rows], request, vocabulary), vocabulary)
             local, mine = _local(labels[rows], vocabulary)
-            pi = log_pi.exp()
-            slope = -grad_log_prob
-            if request.entropy:
-                slope = slope - grad_entropy * (log_pi.clamp_(min=-1e30) + ctx.results[1, rows, None])
-            if request.sum_pi_squared:
-                slope = slope + 2 * grad_squares * (pi - ctx.results[2, rows, None])
-            grad = pi.mul_(slope).scatter_add_(-1, local[:, None], torch.where(mine[:, None], grad_log_prob, 0))
-            if request.temperature != 1:
-                grad /= request.temperature
-            grad = grad.to(hidden.dtype)
+            logits, scale = _logits(hidden[rows], weight, labels[rows], request, vocabulary)
+            local, now = torch.where(mine, local, -1), numbers[:, rows].contiguous()
+            grad = slopes(logits, local, now, scale, vocabulary.real, 1 / request.temperature, more, hidden.dtype)
+            del logits
             torch.mm(grad, weight, out=grad_hidden[rows])
             if hidden.dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), hidden[rows])
