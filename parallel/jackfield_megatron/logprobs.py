@@ -42,7 +42,7 @@ class Vocabulary:
 
 
 def _scan(logits: Tensor, local: Tensor, scale: float, real: int, more: bool) -> Tensor:
-    """One pass: with z the scaled logits and e = exp(z - max): max, sum e, z at `local`, and if `more` sum e z and sum e^2; float32 [5, n]."""
+    """With z the scaled logits and e = exp(z - max): max, sum e, z at `local`, and if `more` sum e z, sum e^2; float32 [5, n]."""
     z = logits.float().mul(scale) if logits.dtype == torch.float32 else logits.float().mul_(scale)
     if real < z.shape[1]:
         z[:, real:] = -torch.inf
