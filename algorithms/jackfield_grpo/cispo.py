@@ -13,8 +13,8 @@ import dataclasses
 from pydantic import Field
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
-from jackfield import functional as F
 from jackfield.schedule import Schedule
 
 

@@ -17,8 +17,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig, LossOutput, Needs, Outputs
-from jackfield import functional as F
 from jackfield_grpo.covariance import first, random_order, token_covariance
 
 

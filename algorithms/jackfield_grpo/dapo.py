@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from pydantic import Field
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs, hookimpl
-from jackfield import functional as F
 from jackfield.errors import ConfigError
 from jackfield.schedule import Schedule
 

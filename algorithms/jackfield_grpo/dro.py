@@ -14,8 +14,8 @@ import dataclasses
 from pydantic import Field
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
-from jackfield import functional as F
 
 
 def dro_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, beta: float) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs, hookimpl
-from jackfield import functional as F
 from jackfield.algorithm import Reduction
 
 

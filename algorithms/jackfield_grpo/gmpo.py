@@ -15,8 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
-from jackfield import functional as F
 from jackfield.algorithm import Reduction
 from jackfield.schedule import Schedule
 

@@ -13,8 +13,8 @@ import dataclasses
 
 from pydantic import Field
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
-from jackfield import functional as F
 from jackfield.algorithm import Reduction
 
 

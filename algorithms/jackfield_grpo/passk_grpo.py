@@ -17,8 +17,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
-from jackfield import functional as F
 
 
 def best_of_k_advantages(rewards: Tensor, group_ids: Tensor, valid: Tensor, k: int | None = None) -> Tensor:

@@ -20,8 +20,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Batch, Component, ComponentConfig, hookimpl
-from jackfield import functional as F
 from jackfield.errors import ConfigError
 
 Level = Literal["token", "sequence", "geometric"]

@@ -15,8 +15,8 @@ import dataclasses
 
 from pydantic import Field
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig, LossOutput, Needs, Outputs
-from jackfield import functional as F
 
 
 class PPO(ClippedAlgorithm):

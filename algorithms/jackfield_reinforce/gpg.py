@@ -13,8 +13,8 @@ import dataclasses
 
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
-from jackfield import functional as F
 
 
 def gpg_advantages(rewards: Tensor, group_ids: Tensor, valid: Tensor, *, std: bool = False) -> Tensor:

@@ -15,8 +15,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, Needs
-from jackfield import functional as F
 
 
 def opo_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:

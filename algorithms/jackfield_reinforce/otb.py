@@ -15,8 +15,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
-from jackfield import functional as F
 
 
 def otb_advantages(

@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import Field
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig
-from jackfield import functional as F
 from jackfield.algorithm import KLConfig
 
 

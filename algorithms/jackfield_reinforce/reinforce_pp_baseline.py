@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
-from jackfield import functional as F
 from jackfield.algorithm import KLConfig
 
 

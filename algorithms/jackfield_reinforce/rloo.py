@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jackfield_estimators as F
 from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
-from jackfield import functional as F
 from jackfield.algorithm import Reduction
 
 

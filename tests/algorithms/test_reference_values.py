@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from jackfield import functional as F
+import jackfield_estimators as F
 from jackfield.batch import Batch
 from jackfield.loss import reduction_scale
 from jackfield_grpo.cispo import cispo_loss

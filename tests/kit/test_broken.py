@@ -10,7 +10,6 @@ from jackfield import Launcher
 from jackfield.batch import Batch
 from jackfield.errors import PluginError
 from jackfield.hookspecs import hookimpl
-from jackfield.launcher import LocalGroup, LocalLauncher
 from jackfield.registry import load
 from jackfield.shard import SyncReport
 from jackfield.testing import (
@@ -23,6 +22,7 @@ from jackfield.testing import (
     TransportConformance,
 )
 from jackfield.testing.fakes import FakeDataset, FakeReward, FakeTransport
+from jackfield_workers.local import LocalGroup, LocalLauncher
 
 SingleTurn = load("rollout", "single_turn")
 

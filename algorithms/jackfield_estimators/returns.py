@@ -1,0 +1,116 @@
+"""Rewards, returns and advantages by token, and the critic's loss. B samples, T tokens; scans skip what is masked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from jackfield.batch import Batch
+from jackfield.functional import trained
+
+
+def spread(x: Tensor, mask: Tensor) -> Tensor:
+    """One value a sample, [B], onto its tokens: [B, T], 0 outside `mask`."""
+    return torch.where(mask, x[:, None], 0)
+
+
+def with_advantages(batch: Batch, values: Tensor) -> Batch:
+    """The batch with the advantage `values` [B] on every trainable token of its sample."""
+    return batch.replace(advantages=spread(values, batch.loss_mask))
+
+
+def outcomes(batch: Batch) -> Tensor:
+    """[B]: each sample's whole reward: `rewards` and the sum of `token_rewards` (KL in reward)."""
+    assert batch.rewards is not None
+    return batch.rewards if batch.token_rewards is None else batch.rewards + torch.where(batch.loss_mask, batch.token_rewards, 0).sum(-1)
+
+
+def placed_rewards(batch: Batch) -> Tensor:
+    """[B, T]: `rewards` on each sample's last trainable token, beside `token_rewards`."""
+    assert batch.rewards is not None
+    mask = batch.loss_mask
+    placed = mask.new_zeros(mask.shape, dtype=torch.float32) if batch.token_rewards is None else torch.where(mask, batch.token_rewards, 0)
+    rows = trained(batch).nonzero().squeeze(-1)
+    last = mask.shape[1] - 1 - mask[rows].flip(1).view(torch.uint8).argmax(1)
+    placed[rows, last] += batch.rewards[rows]
+    return placed
+
+
+def _decays(size: int, decay: float, like: Tensor) -> Tensor:
+    """[size, size] with decay^(j - i) at [j, i] for j >= i: a row vector times it is the discounted sum from each place on."""
+    steps = torch.arange(size, dtype=torch.float64, device=like.device)
+    return torch.tril(decay ** (steps[:, None] - steps).clamp(min=0)).to(like.dtype)
+
+
+def _scan(x: Tensor, decay: float) -> Tensor:
+    """y[t] = x[t] + decay * y[t + 1] along the last dimension of [b, T], as two matrix products with blocks of sqrt(T)."""
+    rows, length = x.shape
+    size = max(math.isqrt(length), 1)
+    blocks = -(-length // size)
+    inner = torch.nn.functional.pad(x, (0, blocks * size - length)).view(rows, blocks, size) @ _decays(size, decay, x)
+    carry = inner[:, 1:, 0] @ _decays(blocks - 1, decay**size, x)
+    weights = decay ** torch.arange(size, 0, -1, dtype=torch.float64, device=x.device)
+    inner[:, :-1].addcmul_(carry[..., None], weights.to(x.dtype))
+    return inner.view(rows, -1)[:, :length]
+
+
+def _scan_rows(mask: Tensor) -> Iterator[tuple[slice, Tensor, bool]]:
+    """Row slices whose temporaries fit a CPU cache, their masks, and whether any mask there has a hole (a tool's output)."""
+    size = max(1, 2**18 // max(mask.shape[1], 1))
+    for start in range(0, len(mask) if mask.shape[1] else 0, size):
+        part = mask[start : start + size]
+        starts = part[:, :1].sum(-1) + (part[:, 1:] & ~part[:, :-1]).sum(-1)
+        yield slice(start, start + size), part, bool((starts > 1).any())
+
+
+def _packed(x: Tensor, mask: Tensor, holes: bool) -> Tensor:
+    """The valid values of each row side by side, zeros after them; a row without holes may stay where it is."""
+    if not holes:
+        return torch.where(mask, x, 0)
+    front = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
+    return torch.zeros_like(x).masked_scatter_(front, x[mask])
+
+
+def _unpacked(x: Tensor, mask: Tensor, holes: bool) -> Tensor:
+    """Undo `_packed`; 0 outside the mask."""
+    if not holes:
+        return torch.where(mask, x, 0)
+    front = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
+    return torch.zeros_like(x).masked_scatter_(mask, x[front])
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """[B, T]: sum over the valid tokens k >= t of gamma^(k - t) * rewards[k], where masked tokens take no time; 0 outside the mask."""
+    returns = torch.zeros_like(rewards)
+    for rows, part, holes in _scan_rows(mask):
+        returns[rows] = _unpacked(_scan(_packed(rewards[rows], part, holes), gamma), part, holes)
+    return returns
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates and their returns, arXiv 1506.02438 eq. 11, 16: ([B, T], [B, T]), 0 outside the mask.
+
+    delta[t] = rewards[t] + gamma * values[t'] - values[t] and A[t] = delta[t] + gamma * lam * A[t'], with t' the next valid token:
+    masked tokens, such as a tool's output, take no time. Beyond the last valid token value and advantage are 0. returns = A + values.
+    """
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for rows, part, holes in _scan_rows(mask):
+        value = _packed(values[rows], part, holes)
+        delta = _packed(rewards[rows], part, holes).sub_(value)
+        delta[:, :-1].add_(value[:, 1:], alpha=gamma)
+        delta = _scan(delta, gamma * lam)
+        advantages[rows] = _unpacked(delta, part, holes)
+        returns[rows] = _unpacked(delta + value, part, holes)
+    return advantages, returns
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """The critic's loss by token: half of max((v - R)^2, (clip(v, v_old +- clip) - R)^2), and a float mask of where the clip counted."""
+    plain = (values - returns).square()
+    if clip is None:
+        return plain / 2, torch.zeros_like(plain)
+    clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return torch.maximum(plain, clipped) / 2, (clipped > plain).to(plain.dtype)
