@@ -137,3 +137,37 @@ def test_megatron(ranks, tmp_path, family, options, train, serve):
 
 def _shard(name, shape, offset, size, tensor):
     return fakes.shard(name, tensor, shape, offset)
+
+
+@pytest.mark.vllm
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_vllm(ranks, tmp_path, family):
+    """vLLM's real shards agree with the table; Megatron without tensor parallelism shares every byte with it."""
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("vllm")
+    from jackfield import registry
+    from jackfield.config import ComponentSpec
+
+    folder = tiny_model(tmp_path / "model", family, hidden=128, vocab=64, max_positions=512)
+    table = tensors(read_config(folder))
+
+    def body(rank, world):
+        context = WorkerContext("policy", CPU, 0)
+        options = {"memory": 0.06, "max_num_seqs": 8, "args": {"kv_cache_memory_bytes": 2**25}}
+        engine = registry.build("engine", ComponentSpec(name="vllm", options=options))
+        engine.setup(ModelConfig(path=str(folder)), context)
+        same(engine.shards(), table, Layout("vllm", vocabulary_multiple=64), 0)
+        backend = registry.build("backend", ComponentSpec(name="megatron", options={"distributed_optimizer": False}))
+        backend.setup(ModelConfig(path=str(folder)), OptimizerConfig(), context)
+        link = Auto(Auto.Config(verify=True))
+        link.connect(backend, engine, context)
+        report = link.sync(0)
+        perturbed(backend)
+        link.sync(1)
+        return report
+
+    (report,) = ranks(1, body, timeout=200)
+    model = sum(4 * torch.Size(t.shape).numel() * len(t.layers) for t in table)
+    assert (report.bytes_aliased, report.bytes_copied, report.bytes_sent) == (model, 0, 0)
