@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "algorithm": ("AlgorithmConformance",),
+    "backend": ("BackendConformance",),
+    "engine": ("EngineConformance",),
     "parts": ("DatasetConformance", "RewardConformance", "RolloutConformance", "TrackerConformance"),
     "systems": ("HooksConformance", "LauncherConformance", "TransportConformance"),
     "runs": ("fake_config", "fake_run"),
