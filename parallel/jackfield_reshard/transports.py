@@ -89,6 +89,7 @@ class Resharding(Transport):
         )
         self._check(self.agreement)
         self._compile(have, need)
+        self._loads = self._by_name(have)
         self._plan_seconds = perf_counter() - begin
 
     def _sides(self) -> tuple[list[Shard], list[Shard]]:
@@ -98,6 +99,17 @@ class Resharding(Transport):
         need = self.destination.shards() if self.destination and shared is None else shared or []
         self._stamp = self._pointers()
         return have, need
+
+    def _by_name(self, have: Sequence[Shard]) -> bool:
+        """Whether the engine has no shards for this architecture and takes full tensors by name (`Engine.load_weights`)."""
+        if self.destination is None or not have or self.destination.shards():
+            return False
+        if part := next((shard for shard in have if not shard.full), None):
+            raise ConfigError(
+                f"weight {part.name}: {type(self.destination).__name__} takes this architecture's weights by name only, whole, and "
+                f"{type(self.source).__name__} holds {list(part.size)} of {list(part.shape)}; use a backend that holds whole tensors"
+            )
+        return True
 
     def _problem(self, have: Sequence[Shard], need: Sequence[Shard]) -> str | None:
         locked = next((shard for shard in need if shard.tensor is None), None)
@@ -150,6 +162,11 @@ class Resharding(Transport):
         report.seconds["plan"] += self._plan_seconds
         self._plan_seconds = 0.0
         self._move(report)
+        if self._loads and self.source is not None and self.destination is not None:
+            with phase(report, "load", device):
+                whole = [(shard.name, shard.tensor) for shard in self.source.shards() if shard.tensor is not None]
+                self.destination.load_weights(whole)
+                report.bytes_copied += sum(tensor.nbytes for _, tensor in whole)
         if self.config.verify:
             with phase(report, "load", device):
                 verify(self.agreement, *self._views, self.context.world_size, self.group)

@@ -37,7 +37,7 @@ class Weights:
 
     def __init__(self, found: list[Entry]) -> None:
         self.entries = found
-        self._parameters = [getattr(e.module, e.attribute) for e in found]
+        self._parameters = [getattr(e.owners[0], e.attribute) for e in found]
         self.tensors: list[Tensor] = [p.detach().as_subclass(Tensor) for p in self._parameters]
         """What to write into, by entry."""
         self.repacked: list[int] = []
@@ -51,10 +51,11 @@ class Weights:
     def find_repacked(self) -> None:
         """After vLLM's processing: which parameters are no longer the storage and the order that were created. Clears the pattern."""
         for index, (entry, created) in enumerate(zip(self.entries, self.tensors, strict=True)):
-            now = getattr(entry.module, entry.attribute, None)
+            now = [getattr(owner, entry.attribute, None) for owner in entry.owners]
             # a packed copy may lie beside a weight that stays: so a tied head goes stale without a sign
-            packed = getattr(entry.module, "cpu_linear", nn.functional.linear) is not nn.functional.linear
-            if now is None or packed or not _same(now, created) or not torch.equal(created, _pattern(created)):
+            packed = any(getattr(o, "cpu_linear", nn.functional.linear) is not nn.functional.linear for o in entry.owners)
+            moved = any(tensor is None or not _same(tensor, created) for tensor in now)
+            if packed or moved or not torch.equal(created, _pattern(created)):
                 self.repacked.append(index)
             created.zero_()
 
@@ -62,7 +63,7 @@ class Weights:
         """Take other tensors of the same layouts."""
         for index, (entry, tensor) in enumerate(zip(self.entries, tensors, strict=True)):
             if index not in self.repacked:
-                getattr(entry.module, entry.attribute).data = tensor
+                getattr(entry.owners[0], entry.attribute).data = tensor
         self.tensors = tensors
 
     def expose(self) -> None:
@@ -70,12 +71,13 @@ class Weights:
         for index in self.repacked:
             entry, parameter = self.entries[index], self._parameters[index]
             parameter.data = self.tensors[index]
-            setattr(entry.module, entry.attribute, parameter)
+            for owner in entry.owners:
+                setattr(owner, entry.attribute, parameter)
 
     def repack(self) -> None:
         """Bring what the kernels read up to date with the weights."""
         self.expose()
-        for module in {id(self.entries[i].module): self.entries[i].module for i in self.repacked}.values():
+        for module in dict.fromkeys(owner for index in self.repacked for owner in self.entries[index].owners):
             method: Any = module.quant_method
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None  # otherwise vLLM takes this for an update of weights that it has packed already

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -40,22 +40,24 @@ class Box:
 class Entry:
     """One of vLLM's parameters and the boxes that it holds."""
 
-    module: nn.Module
+    owners: tuple[nn.Module, ...]
+    """Modules that it is a parameter of: several where it is tied."""
     attribute: str
+    """Its name in them."""
     boxes: tuple[Box, ...]
 
 
 def entries(model: nn.Module, architecture: str) -> list[Entry]:
     """All parameters of `model`, tied ones once; without boxes where the architecture is not one of FAMILIES."""
-    seen: set[int] = set()
-    found = []
+    found: dict[int, Entry] = {}
     for path, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                boxes = _boxes(path, module, attribute, parameter, architecture) if architecture in FAMILIES else ()
-                found.append(Entry(module, attribute, tuple(boxes)))
-    return found
+            if (tied := found.get(id(parameter))) is not None:
+                found[id(parameter)] = replace(tied, owners=(*tied.owners, module))
+                continue
+            boxes = _boxes(path, module, attribute, parameter, architecture) if architecture in FAMILIES else ()
+            found[id(parameter)] = Entry((module,), attribute, tuple(boxes))
+    return list(found.values())
 
 
 def shards(found: Sequence[Entry], tensors: Sequence[Tensor]) -> list[Shard]:
