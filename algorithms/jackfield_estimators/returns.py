@@ -57,36 +57,29 @@ def _scan(x: Tensor, decay: float) -> Tensor:
     return inner.view(rows, -1)[:, :length]
 
 
-def _scan_rows(mask: Tensor) -> Iterator[tuple[slice, Tensor, bool]]:
-    """Row slices whose temporaries fit a CPU cache, their masks, and whether any mask there has a hole (a tool's output)."""
+def _scan_rows(mask: Tensor) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Row slices whose temporaries fit a CPU cache, their masks, and, where a mask has a hole (a tool's output), the first places of each
+    row, as many as it has valid tokens."""
     size = max(1, 2**18 // max(mask.shape[1], 1))
     for start in range(0, len(mask) if mask.shape[1] else 0, size):
         part = mask[start : start + size]
-        starts = part[:, :1].sum(-1) + (part[:, 1:] & ~part[:, :-1]).sum(-1)
-        yield slice(start, start + size), part, bool((starts > 1).any())
+        begins = part[:, :1].sum(-1) + (part[:, 1:] & ~part[:, :-1]).sum(-1)
+        front = torch.arange(mask.shape[1], device=mask.device) < part.sum(-1, keepdim=True) if bool((begins > 1).any()) else None
+        yield slice(start, start + size), part, front
 
 
-def _packed(x: Tensor, mask: Tensor, holes: bool) -> Tensor:
-    """The valid values of each row side by side, zeros after them; a row without holes may stay where it is."""
-    if not holes:
-        return torch.where(mask, x, 0)
-    front = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
-    return torch.zeros_like(x).masked_scatter_(front, x[mask])
-
-
-def _unpacked(x: Tensor, mask: Tensor, holes: bool) -> Tensor:
-    """Undo `_packed`; 0 outside the mask."""
-    if not holes:
-        return torch.where(mask, x, 0)
-    front = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
-    return torch.zeros_like(x).masked_scatter_(mask, x[front])
+def moved(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """The values of `x` where `source`, row by row, put where `target` (as many places in each row); 0 elsewhere."""
+    return torch.zeros_like(x).masked_scatter_(target, torch.masked_select(x, source))
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     """[B, T]: sum over the valid tokens k >= t of gamma^(k - t) * rewards[k], where masked tokens take no time; 0 outside the mask."""
     returns = torch.zeros_like(rewards)
-    for rows, part, holes in _scan_rows(mask):
-        returns[rows] = _unpacked(_scan(_packed(rewards[rows], part, holes), gamma), part, holes)
+    for rows, part, front in _scan_rows(mask):
+        reward = torch.where(part, rewards[rows], 0) if front is None else moved(rewards[rows], part, front)
+        reward = _scan(reward, gamma)
+        returns[rows] = torch.where(part, reward, 0) if front is None else moved(reward, front, part)
     return returns
 
 
@@ -97,13 +90,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     masked tokens, such as a tool's output, take no time. Beyond the last valid token value and advantage are 0. returns = A + values.
     """
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    for rows, part, holes in _scan_rows(mask):
-        value = _packed(values[rows], part, holes)
-        delta = _packed(rewards[rows], part, holes).sub_(value)
+    for rows, part, front in _scan_rows(mask):
+        value, delta = (torch.where(part, x[rows], 0) if front is None else moved(x[rows], part, front) for x in (values, rewards))
+        delta.sub_(value)
         delta[:, :-1].add_(value[:, 1:], alpha=gamma)
         delta = _scan(delta, gamma * lam)
-        advantages[rows] = _unpacked(delta, part, holes)
-        returns[rows] = _unpacked(delta + value, part, holes)
+        for out, x in ((advantages, delta), (returns, value.add_(delta))):
+            out[rows] = torch.where(part, x, 0) if front is None else moved(x, front, part)
     return advantages, returns
 
 

@@ -24,15 +24,13 @@ def otb_advantages(
 ) -> Tensor:
     """`returns` less the optimal token baseline; all [B, T], 0 outside `mask`."""
     front = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
-    energy = torch.zeros_like(returns).masked_scatter_(front, (1 - 2 * log_probs.exp() + sum_pi_squared)[mask]).cumsum_(-1)
-    energy.masked_fill_(~front, 0)
-    gains = torch.zeros_like(returns).masked_scatter_(front, returns[mask])
+    energy = F.moved(1 - 2 * log_probs.exp() + sum_pi_squared, mask, front).cumsum_(-1).masked_fill_(~front, 0)
+    gains = F.moved(returns, mask, front)
     index, groups = F.group_index(group_ids)
     baseline = F.group_sum(gains * energy, index, groups) / F.group_sum(energy, index, groups).add_(1e-8)
     if zero_tail:
         baseline.masked_fill_(F.group_sum(front.int(), index, groups) < 2, 0)
-    gains.sub_(baseline[index])
-    return torch.zeros_like(returns).masked_scatter_(mask, gains[front])
+    return F.moved(gains.sub_(baseline[index]), front, mask)
 
 
 class OTB(ClippedAlgorithm):

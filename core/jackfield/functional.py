@@ -37,11 +37,11 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift: bool = True, eps: float = 1
     clean = torch.where(mask, x, 0)
     if count < 2:
         return clean
-    mean = clean.sum(dtype=torch.float64).div(count).to(x.dtype)
+    mean = (clean.sum(-1).sum(dtype=torch.float64) / count).to(x.dtype)
     clean.sub_(mean).masked_fill_(~mask, 0)
-    variance = clean.square().sum(dtype=torch.float64) / (count - 1)
-    low, high = torch.where(mask, x, torch.inf).amin(), torch.where(mask, x, -torch.inf).amax()
-    clean.mul_(torch.rsqrt(variance + eps).to(x.dtype) * (high > low))
+    variance = torch.linalg.vector_norm(clean, dim=-1).double().square().sum() / (count - 1)
+    first = x.flatten()[mask.flatten().view(torch.uint8).argmax()]
+    clean.mul_(torch.rsqrt(variance + eps).to(x.dtype) * ((x != first) & mask).any())
     return clean if shift else clean.add_(mean).masked_fill_(~mask, 0)
 
 
