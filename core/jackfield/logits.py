@@ -1,6 +1,6 @@
 """Log-probs, entropy and sum of squared probabilities of a sampling distribution, in memory that does not grow with tokens x vocabulary.
 
-Logits are worked on in chunks of tokens, forward and (recomputed) backward, in float32 whatever their type.
+Logits are worked on in chunks of tokens, forward and backward (recomputed unless small), in float32 whatever their type.
 N tokens, V vocabulary, H hidden.
 """
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from jackfield.components import OutputRequest, Outputs
 
 _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+_KEEP_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+"""Log-probs of all the vocabulary are kept for backward up to this size, which saves one of four products with the head."""
 _TOP = 256
 """Candidates in which the nucleus is looked for before all of the vocabulary is sorted."""
 
@@ -67,7 +69,7 @@ def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
 
 
 class _TokenStats(torch.autograd.Function):
-    """`x` is logits where `weight` is None, else hidden states. Nothing of size [N, V] is saved; backward computes logits again."""
+    """`x` is logits where `weight` is None, else hidden states. Beyond `_KEEP_BYTES` nothing of size [N, V] is saved."""
 
     @staticmethod
     def scores(x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, request: OutputRequest) -> Tensor:
@@ -82,14 +84,18 @@ class _TokenStats(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, labels)
         ctx.request = request
         vocabulary = x.shape[-1] if weight is None else weight.shape[0]
+        keep = len(x) * vocabulary * 4 <= _KEEP_BYTES.get(x.device.type, 0) and any(ctx.needs_input_grad)
+        ctx.kept = {}
         log_probs, entropy, squares = x.new_zeros(3, len(x), dtype=torch.float32).unbind()
         for rows in _chunks(len(x), vocabulary, x.device):
             log_pi = _TokenStats.scores(x[rows], weight, bias, labels[rows], request).log_softmax(-1)
             log_probs[rows] = log_pi.gather(-1, labels[rows, None])[:, 0]
+            if keep:
+                ctx.kept[rows.start] = log_pi
             if request.entropy or request.sum_pi_squared:
                 pi = log_pi.exp()
                 squares[rows] = pi.square().sum(-1)
-                entropy[rows] = pi.mul_(log_pi.clamp_(min=-1e30)).sum(-1).neg_()
+                entropy[rows] = pi.mul_(log_pi.clamp(min=-1e30)).sum(-1).neg_()
         return log_probs, entropy, squares
 
     @staticmethod
@@ -104,11 +110,13 @@ class _TokenStats(torch.autograd.Function):
         vocabulary = x.shape[-1] if weight is None else weight.shape[0]
         for rows in _chunks(len(x), vocabulary, x.device):
             grad_log_prob, grad_entropy, grad_squares = (g[rows, None] for g in grads)
-            log_pi = _TokenStats.scores(x[rows], weight, bias, labels[rows], request).log_softmax(-1)
+            log_pi = ctx.kept.get(rows.start)
+            if log_pi is None:
+                log_pi = _TokenStats.scores(x[rows], weight, bias, labels[rows], request).log_softmax(-1)
             pi = log_pi.exp()
             slope = -grad_log_prob
             if request.entropy:
-                log_pi.clamp_(min=-1e30)
+                log_pi = log_pi.clamp(min=-1e30)
                 slope = slope - grad_entropy * (log_pi - (pi * log_pi).sum(-1, keepdim=True))
             if request.sum_pi_squared:
                 slope = slope + 2 * grad_squares * (pi - pi.square().sum(-1, keepdim=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +71,20 @@ def _swap(module: nn.Module, old: Tensor, new: nn.Parameter) -> None:
                 part._parameters[leaf] = new
 
 
-def same_storage(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two views are the same elements of the same memory."""
-    if one is None or other is None or one.is_meta or other.is_meta:
-        return False
-    layout = (one.data_ptr(), one.shape, one.stride(), one.dtype) == (other.data_ptr(), other.shape, other.stride(), other.dtype)
-    return layout and one.device == other.device
+@torch.no_grad()
+def plain_head(model: Any, tokens: Tensor) -> bool:
+    """Whether a transformers causal LM's logits are just its head on the last hidden states: no cap, no scale, no other input.
+
+    Compared bit for bit at the head itself, since a cap hardly shows while logits are small.
+    """
+    seen: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0], output)))
+    try:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        hook.remove()
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    return len(seen) == 2 and torch.equal(seen[1], logits) and torch.equal(seen[0], hidden)
 
 
 def materialise(tensor: Tensor, device: torch.device) -> nn.Parameter:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from jackfield.batch import Batch
 from jackfield.components import OutputRequest, Outputs
 from jackfield.logits import log_probs_from_hidden, token_stats
+from jackfield_reshard.modules import plain_head
 from jackfield_torch.model import head_of
 from jackfield_torch.packing import NAME, Layout, layout
 
@@ -31,15 +32,13 @@ class Scorer:
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Compare packed with padded, and head-on-hidden with the model's own logits, on two tiny samples that share a beginning."""
+        """Compare packed with padded on two tiny samples that share a beginning, and see what becomes of the head's output."""
         device = self.head.weight.device
         training = self.model.training
         self.model.eval()
         tokens = torch.tensor([[1, 2, 3, 2], [1, 2, 1, 0]], device=device) % self.model.config.vocab_size
         want = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        if not self.value:
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-            self.plain_head = torch.allclose(self.head(want), logits, rtol=1e-3, atol=1e-4)
+        self.plain_head = not self.value and plain_head(self.model, tokens)
         rows = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 0]], device=device)
         source = torch.tensor([0, 1, 2, 3, 6], device=device)
         plan = Layout(tokens.flatten()[source][None], source[None] % 4, rows, source)

@@ -21,7 +21,7 @@ from jackfield.errors import DataError
 from jackfield.shard import Shard
 from jackfield_hf.cache import NAME, SlotCache
 from jackfield_hf.sampling import Uniforms, draw_mixed
-from jackfield_reshard.modules import adopt_into, materialise, module_shards, weights
+from jackfield_reshard.modules import adopt_into, materialise, module_shards, plain_head, weights
 
 _log = logging.getLogger(__name__)
 
@@ -254,8 +254,7 @@ class HFEngine(Engine):
             texts = [[(t + shift) % self.model.config.vocab_size for t in text] for text in ([1, 2, 3, 4], [2, 1])]
             self.model.config._attn_implementation, self.mode = own, "recompute"
             want = self._recompute(texts), self._recompute([[*t, 1] for t in texts])
-            hidden = self.model.base_model(input_ids=self._padded(texts)[0], use_cache=False).last_hidden_state
-            self.plain_head = _close(self.model.get_output_embeddings()(hidden[0, 3]), want[0][0])
+            self.plain_head = plain_head(self.model, self._padded(texts)[0])
             self.model.config._attn_implementation, self.mode = NAME, "slots"
             rows = [_Row(Request(i, tuple(t), (0,), SamplingConfig()), 0, Uniforms(0), 2) for i, t in enumerate(texts)]
             self.cache.reserve(2, 8)

@@ -39,7 +39,7 @@ def pick(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         mass = torch.cat([mass, probabilities[:, whole:].sum(-1, keepdim=True)], 1)
     mass = mass.double()
     reached = mass.cumsum(-1)
-    target = uniforms * reached[:, -1]
+    target = uniforms.clamp(max=1 - 1e-12) * reached[:, -1]  # less than the whole even when rounded
     block = (reached <= target[:, None]).sum(-1, keepdim=True).clamp_(max=mass.shape[1] - 1)
     inside = mass.gather(1, block)
     share = (target[:, None] - (reached.gather(1, block) - inside)) / inside
