@@ -348,11 +348,19 @@ class MegatronBackend(Backend):
         from jackfield_megatron import checkpoint
 
         self.finish_save()
-        self._pending_save = checkpoint.save(self, folder)
+        checkpoint.save(self, folder)
+
+    @_in_layout
+    def save_async(self, folder: Path) -> None:
+        """As `save`, but return when everything is copied to host memory and write in the background; `finish_save` completes it."""
+        from jackfield_megatron import checkpoint
+
+        self.finish_save()
+        self._pending_save = checkpoint.save(self, folder, background=True)
 
     @_in_layout
     def finish_save(self) -> None:
-        """Wait until an asynchronous save is complete on disk; collective. The next save, load and export do it by themselves."""
+        """Wait until what `save_async` began is complete on disk; collective. The next save, load and export do it by themselves."""
         if self._pending_save is not None:
             finish, self._pending_save = self._pending_save, None
             finish()
@@ -367,11 +375,11 @@ class MegatronBackend(Backend):
 
     @_in_layout
     def offload(self) -> int:
-        """Optimizer moments to the host."""
-        return 0 if self.updater is None else int(self.updater.states.move(torch.device("cpu")))
+        """Moments and float32 masters to the host; the gradient buffers, empty after a step, are given back."""
+        return 0 if self.updater is None else int(self.updater.offload())
 
     @_in_layout
     def onload(self) -> None:
-        """Optimizer moments back to the device."""
+        """Undo `offload`."""
         if self.updater is not None:
-            self.updater.states.move(self.device)
+            self.updater.onload(self.device)

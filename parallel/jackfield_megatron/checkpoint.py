@@ -92,8 +92,8 @@ def _sharded(key: str, place: Place, tensor: Tensor, replica: tuple[int, int, in
     )
 
 
-def save(backend: MegatronBackend, folder: Path) -> Callable[[], None] | None:
-    """Write a checkpoint. With `async_save` returns what finishes it (collective), after copying everything to host memory."""
+def save(backend: MegatronBackend, folder: Path, *, background: bool = False) -> Callable[[], None] | None:
+    """Write a checkpoint. In the background: returns what finishes it (collective), after copying everything to host memory."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
@@ -115,7 +115,7 @@ def save(backend: MegatronBackend, folder: Path) -> Callable[[], None] | None:
         torch.save({"torch": torch.get_rng_state()}, folder / f"rng-{rank}.pt")
         with _in_process():
             request = dist_checkpointing.save(contents, str(folder), async_sharded_save=True, **_strategy("save"))
-            if not backend.config.async_save:
+            if not background:
                 request.execute_sync()
                 return None
             return _in_background(request, folder)

@@ -44,8 +44,6 @@ class MegatronConfig(BackendConfig):
     """Token positions whose logits exist at one time."""
     fused: Literal["auto", "transformer_engine", "torch"] = "auto"
     """Linear layers and norms: Transformer Engine's where it is installed, otherwise torch's."""
-    async_save: bool = False
-    """Copy a checkpoint to host memory and write it in the background; the next save, load or export waits for it."""
     draw_on_device: bool = False
     """With `init: random`, draw the weights on the device, faster but not the numbers that other backends draw (benchmarks)."""
 

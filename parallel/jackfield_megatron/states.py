@@ -85,10 +85,16 @@ class States:
                 state["step"] = torch.tensor(float(steps), device=device)
             adam.state[main] = state
 
-    def move(self, device: torch.device) -> int:
-        """Moments to `device`; returns the bytes that moved."""
+    def move(self, device: torch.device, model: Sequence[Tensor]) -> int:
+        """Moments, and float32 weights that do not lie in the `model`'s own storage, to `device`; returns the bytes that moved."""
+        own = {p.untyped_storage().data_ptr() for p in model}
         moved = 0
         for part in self.parts:
+            for group in part.optimizer.param_groups:
+                for main in group["params"]:
+                    if main.device != device and main.untyped_storage().data_ptr() not in own:
+                        moved += main.nbytes
+                        main.data = main.data.to(device)
             for state in part.optimizer.state.values():
                 for key, value in state.items():
                     if torch.is_tensor(value) and value.dim() and value.device != device:

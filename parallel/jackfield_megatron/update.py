@@ -151,9 +151,26 @@ class Updater:
                         group.param_gather_handle.wait()
                         group.param_gather_handle = None
 
-    def reload_masters(self) -> None:
-        """The weights were written from outside: refresh the optimizer's float32 copies."""
-        self.optimizer.reload_model_params()
+    def _buffers(self) -> list[Any]:
+        return [b for chunk in self.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+
+    def offload(self) -> int:
+        """Free what generation does not need, between a step and the next backward pass; returns the bytes freed."""
+        freed = 0
+        if not self._sums_present:
+            for buffer in self._buffers():
+                storage = buffer.grad_data.untyped_storage()
+                freed += storage.nbytes()
+                storage.resize_(0)
+        return freed + self.states.move(torch.device("cpu"), [p for chunk in self.chunks for p in chunk.module.parameters()])
+
+    def onload(self, device: torch.device) -> None:
+        """Undo `offload`."""
+        for buffer in self._buffers():
+            if buffer.grad_data.untyped_storage().nbytes() == 0:
+                buffer.grad_data.untyped_storage().resize_(buffer.grad_data.numel() * buffer.grad_data.element_size())
+                buffer.grad_data.zero_()
+        self.states.move(device, [p for chunk in self.chunks for p in chunk.module.parameters()])
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """Accumulated gradient by parameter, whole and reduced on every rank; only `zero_grad` may follow."""
