@@ -1,0 +1,1 @@
+"""Five plugins of five kinds, each in one file."""
