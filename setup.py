@@ -8,5 +8,5 @@ PACKAGES = {name: f"{shelf}/{name.replace('.', '/')}" for shelf in SHELVES for n
 setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
-    package_data={"": ["py.typed", "*.yaml", "*.html", "*.json", "*.tmpl"]},
+    package_data={"": ["py.typed", "*.pyi", "*.yaml", "*.html", "*.json", "*.tmpl"]},
 )

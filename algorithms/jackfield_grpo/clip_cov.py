@@ -18,7 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig, LossOutput, Needs, Outputs
+from jackfield import Batch, LossOutput, Needs, Outputs
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 from jackfield_grpo.covariance import first, random_order, token_covariance
 
 

@@ -17,9 +17,10 @@ import torch
 from pydantic import Field
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs, hookimpl
+from jackfield import Batch, Needs, hookimpl
 from jackfield.errors import ConfigError
 from jackfield.schedule import Schedule
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:

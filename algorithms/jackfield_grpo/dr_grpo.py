@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
+from jackfield import Batch, Needs
 from jackfield.algorithm import Reduction
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 class DrGRPO(ClippedAlgorithm):

@@ -19,8 +19,9 @@ from pydantic import Field
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs, hookimpl
+from jackfield import Batch, Needs, hookimpl
 from jackfield.algorithm import Reduction
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 class GDPO(ClippedAlgorithm):

@@ -14,8 +14,9 @@ import dataclasses
 from pydantic import Field
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
+from jackfield import Batch, Needs
 from jackfield.algorithm import Reduction
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 class GRPO(ClippedAlgorithm):

@@ -18,7 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
+from jackfield import Batch, Needs
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 def best_of_k_advantages(rewards: Tensor, group_ids: Tensor, valid: Tensor, k: int | None = None) -> Tensor:

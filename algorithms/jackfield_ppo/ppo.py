@@ -16,7 +16,8 @@ import dataclasses
 from pydantic import Field
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig, LossOutput, Needs, Outputs
+from jackfield import Batch, LossOutput, Needs, Outputs
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 class PPO(ClippedAlgorithm):

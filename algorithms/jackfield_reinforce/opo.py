@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, Needs
+from jackfield import Batch, Needs
+from jackfield_estimators import ClippedAlgorithm
 
 
 def opo_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:

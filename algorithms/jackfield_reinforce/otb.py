@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
+from jackfield import Batch, Needs
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 def otb_advantages(

@@ -13,8 +13,9 @@ from typing import Literal
 from pydantic import Field
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig
+from jackfield import Batch
 from jackfield.algorithm import KLConfig
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 class KLInReward(KLConfig):

@@ -13,8 +13,9 @@ import dataclasses
 from typing import Literal
 
 import jackfield_estimators as F
-from jackfield import Batch, ClippedAlgorithm, ClippedConfig, Needs
+from jackfield import Batch, Needs
 from jackfield.algorithm import KLConfig
+from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 class K2(KLConfig):

@@ -197,31 +197,3 @@ class Algorithm(Component):
         if self.needs.reference:
             result["kl_coef"] = self.kl_coef
         return result
-
-
-class ClippedConfig(AlgorithmConfig):
-    """Settings of algorithms whose loss is PPO's clipped surrogate."""
-
-    clip_low: Schedule = 0.2
-    """The ratio pi / pi_old earns nothing below 1 - `clip_low`."""
-    clip_high: Schedule = 0.2
-    """The ratio pi / pi_old earns nothing above 1 + `clip_high`."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Most that a token of negative advantage may count, as a factor on it (dual-clip PPO); None: no bound."""
-
-
-class ClippedAlgorithm(Algorithm):
-    """Base of algorithms that differ in their advantage only: the loss is the clipped surrogate (functional.clipped_surrogate)."""
-
-    Config: type[ComponentConfig] = ClippedConfig
-
-    def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
-        """PPO's clipped loss; on the policy itself, where the ratio is 1, the plain policy gradient."""
-        assert outputs.log_probs is not None
-        assert batch.old_log_probs is not None
-        assert batch.advantages is not None
-        log_ratio = F.log_ratio(outputs.log_probs, batch.old_log_probs)
-        low, high, dual = self.now(self.config.clip_low), self.now(self.config.clip_high), self.config.dual_clip
-        loss, clipped, bounded = F.clipped_surrogate(log_ratio.exp(), batch.advantages, low, high, dual)
-        stats = {"clip_fraction": clipped, "policy_kl": -log_ratio}
-        return LossOutput(loss, stats if dual is None else stats | {"dual_clip_fraction": bounded})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -264,32 +264,36 @@ def load_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"there is no config file {path}")
     try:
+        tree: Any = OmegaConf.to_container(OmegaConf.load(path))
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} holds no fields: a config is a YAML mapping")
         for item in overrides:
-            if "=" not in item:
-                raise ConfigError(f"override {item!r} is not of the form field.subfield=value")
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(_expand(path, overrides)))
-        plain: Any = OmegaConf.to_container(merged, resolve=True)
+            _override(tree, item, OmegaConf.from_dotlist)
+        plain: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{path} holds no fields: a config is a YAML mapping")
     located: dict[str, Any] = _locate(plain, path.parent)
     return located
 
 
-def _expand(path: Path, overrides: Sequence[str]) -> list[str]:
-    """`algorithm.x=1` must also work where the file says `algorithm: grpo`: the short form is written out first."""
-    from omegaconf import OmegaConf
-
-    short: list[str] = []
-    base = OmegaConf.load(path)
-    for item in overrides:
-        parts = item.split("=", 1)[0].split(".")
-        for k in range(1, len(parts)):
-            value = OmegaConf.select(base, ".".join(parts[:k]), throw_on_resolution_failure=False)
-            if isinstance(value, str) and parts[k] != "name":
-                short.append(f"{'.'.join(parts[:k])}.{'path' if parts[k - 1] == 'model' else 'name'}={value}")
-    return [*dict.fromkeys(short), *overrides]
+def _override(tree: Any, item: str, parse: Callable[[list[str]], Any]) -> None:
+    """Set one `a.b=c`; below a short form (`algorithm: grpo`) the long one is written out first, so that `algorithm.x=1` works."""
+    field, equals, text = item.partition("=")
+    *parents, last = field.split(".")
+    if not equals or not field:
+        raise ConfigError(f"override {item!r} is not of the form field.subfield=value")
+    for name in parents:
+        key: Any = int(name) if isinstance(tree, list) and name.isdigit() and int(name) < len(tree) else name
+        if isinstance(tree, list) and key == name:
+            raise ConfigError(f"override {item!r}: {name!r} is no index below {len(tree)}")
+        below = tree[key] if isinstance(tree, list) else tree.get(key)
+        if isinstance(below, str):
+            below = {"path" if name == "model" else "name": below}
+        tree[key] = below = {} if below is None else below
+        if not isinstance(below, dict | list):
+            raise ConfigError(f"override {item!r}: {name!r} is {below!r}, which has no fields")
+        tree = below
+    tree[int(last) if isinstance(tree, list) and last.isdigit() else last] = parse([f"value={text}"])["value"]
 
 
 def _locate(value: Any, folder: Path) -> Any:

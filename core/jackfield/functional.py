@@ -72,20 +72,6 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """PPO's loss by token, arXiv 1707.06347 eq. 7: max(-A r, -A clip(r, 1 - low, 1 + high)); where A < 0 at most -A * dual
-    (arXiv 1912.09729, eq. 5). Also two float masks: where the clip made the loss larger, and where the dual clip made it smaller."""
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = torch.maximum(plain, clipped)
-    bounded = torch.zeros_like(loss)
-    if dual is not None:
-        bounded = ((advantages < 0) & (loss > -advantages * dual)).to(loss.dtype)
-        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
-    return loss, (clipped > plain).to(loss.dtype), bounded
-
-
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, old_log_probs: Tensor | None = None) -> Tensor:
     """Per-token estimate of KL(pi || ref) from samples of pi (docs/algorithms/kl.md); http://joschu.net/blog/kl-approx.html.
 

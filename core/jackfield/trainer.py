@@ -13,10 +13,9 @@ import torch
 
 from jackfield import checkpoint, recorded, registry, runner
 from jackfield.components import WorkerContext
-from jackfield.config import RunConfig
+from jackfield.config import ComponentSpec, RunConfig
 from jackfield.errors import ConfigError, WorkerError
 from jackfield.manager import PluginManager
-from jackfield.metrics import JsonLines
 from jackfield.rewards import PlacedReward, RewardHook
 from jackfield.roles import Policy, Role
 from jackfield.run import PromptStream, Run
@@ -32,7 +31,7 @@ class Trainer:
         self.launcher = registry.build("launcher", config.launcher)
         prompts = PromptStream(registry.build("dataset", config.dataset), config.seed)
         self.run = Run(config, manager, algorithm, prompts)
-        self._register("metrics.jsonl", JsonLines())
+        self._register("metrics.jsonl", registry.build("tracker", ComponentSpec(name="jsonl")))
         self._register(config.algorithm.name, algorithm)
         self._register(config.rollout.name, registry.build("rollout", config.rollout))
         self.rewards: dict[str, RewardHook] = {}

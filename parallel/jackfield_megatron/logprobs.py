@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jackfield.components import OutputRequest
-from jackfield.logits import truncate
+from jackfield_logits import truncate
 
 _LOW = -1e30
 """Stands for -inf where the difference of two -inf would be NaN."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from jackfield.batch import Batch
 from jackfield.components import OutputRequest, Outputs
-from jackfield.logits import log_probs_from_hidden, token_stats
+from jackfield_logits import log_probs_from_hidden, token_stats
 from jackfield_reshard.modules import plain_head
 from jackfield_torch.model import head_of
 from jackfield_torch.packing import NAME, Layout, layout

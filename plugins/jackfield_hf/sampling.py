@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jackfield.config import SamplingConfig
-from jackfield.logits import truncate
+from jackfield_logits import truncate
 
 _BLOCK = 256
 

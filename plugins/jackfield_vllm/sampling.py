@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jackfield.logits import truncate
+from jackfield_logits import truncate
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))

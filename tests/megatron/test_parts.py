@@ -110,7 +110,7 @@ def _split(rank: int, size: int, hidden: Any, weight: Any, labels: Any, request:
 )
 def test_split_vocabulary_equals_whole(request_: OutputRequest) -> None:
     """Law 11 with temperature, top-k and top-p, values and gradients, chunked by 5, over 1 and 3 ranks and 31 tokens."""
-    from jackfield.logits import log_probs_from_hidden
+    from jackfield_logits import log_probs_from_hidden
 
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(13, 8), torch.randn(31, 8), torch.randint(0, 31, (13,))

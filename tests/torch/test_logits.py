@@ -1,4 +1,4 @@
-"""jackfield.logits against a straightforward reference, and its memory (laws 11 and 28)."""
+"""jackfield_logits against a straightforward reference, and its memory (laws 11 and 28)."""
 
 import math
 import subprocess
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield import logits as L
+import jackfield_logits as L
 from jackfield.components import OutputRequest
 
 
@@ -110,7 +110,7 @@ def test_bfloat16_is_computed_in_float32():
 PEAK = """
 import resource, torch
 from jackfield.components import OutputRequest
-from jackfield.logits import log_probs_from_hidden
+from jackfield_logits import log_probs_from_hidden
 tokens, vocabulary = 2048, 151936
 hidden = torch.randn(tokens, 8, requires_grad=True)
 weight = torch.randn(vocabulary, 8, requires_grad=True)

@@ -16,12 +16,24 @@ import torch
 from torch import Tensor
 
 from jackfield import registry
-from jackfield.components import Backend, Engine, OutputRequest, Request, Sample, Transport, WorkerContext
+from jackfield.components import Backend, Engine, Request, Sample, Transport, WorkerContext
 from jackfield.config import ComponentSpec, ModelConfig, SamplingConfig
 from jackfield.errors import JackfieldError
-from jackfield.logits import token_stats
 from jackfield.shard import SyncReport
 from jackfield.testing.models import EOS, PAD, plain_model, tiny_model
+
+
+def sampling_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float, top_p: float, top_k: int) -> torch.Tensor:
+    """Log-probs [N] of `labels` under the sampling distribution of `logits` [N, V], written out plainly to hold faster ways against."""
+    scores = logits.float() / temperature
+    ranked, order = scores.sort(-1, descending=True)
+    drop = torch.arange(scores.shape[-1]) >= (top_k or scores.shape[-1])
+    p = ranked.masked_fill(drop, -torch.inf).softmax(-1)
+    drop = drop | (p.cumsum(-1) - p >= top_p)
+    kept = scores.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+    kept = kept.scatter(-1, labels[:, None], scores.gather(-1, labels[:, None]))
+    return kept.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
 
 _PROMPTS: tuple[tuple[int, ...], ...] = ((5,), (7, PAD, 9, PAD), tuple(range(10, 30)), (5, 6, 7), (8, 8, 8, 8, 8, 8, 8))
 
@@ -123,7 +135,7 @@ class EngineConformance:
             request = requests[request_id]
             logits, labels = self.score(model, request, sample)
             s = request.sampling
-            want: Any = token_stats(logits, labels, OutputRequest(temperature=s.temperature or 1.0, top_p=s.top_p, top_k=s.top_k)).log_probs
+            want = sampling_log_probs(logits, labels, s.temperature or 1.0, s.top_p, s.top_k)
             gaps.append((torch.tensor(sample.log_probs) - want).abs())
         gap = torch.cat(gaps)
         assert float(gap.max()) <= self.max_gap, f"largest gap {float(gap.max()):.2g}"

@@ -1,4 +1,4 @@
-"""Where metrics go without any plugin: the run's metrics.jsonl."""
+"""Tracker `jsonl`: the run's metrics.jsonl; every run has it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jackfield.components import Tracker
 from jackfield.hookspecs import hookimpl
 from jackfield.shard import BYTES
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from jackfield.shard import SyncReport
 
 
-class JsonLines:
+class JsonLines(Tracker):
     """Appends one line a step to `metrics.jsonl`; after a resume the lines of steps that will be done again are dropped."""
 
     @hookimpl
