@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from jackfield import registry
+from jackfield import __version__, registry
 from jackfield.errors import CheckpointError
 from jackfield.manager import PluginManager
 
@@ -18,6 +18,7 @@ def plugins(manager: PluginManager) -> dict[str, dict[str, Any]]:
     owners = {
         e.target.partition(":")[0].partition(".")[0]: f"{e.distribution} {e.version}" for k in registry.KINDS for e in registry.entries(k)
     }
+    owners["jackfield"] = f"jackfield {__version__}"
     found = {}
     for name, plugin in manager.list_name_plugin():
         if plugin is not None:
