@@ -110,10 +110,11 @@ def flows(index: int, tensors: TensorClass, topology: Topology, destination: np.
             "the backend's shards() must cover the whole tensor"
         )
     count = len(tensors.names)
+    ordered = bool((np.diff(topology.source) > 0).all())  # then holders, which are sorted, have sorted GPUs
     for (to, origin), offset, size in zip(pairs, offsets, sizes, strict=True):
         wanting, holding = needers[to], holders[origin]
         gpus, theirs = topology.source[holding], destination[wanting]
-        order = np.argsort(gpus, kind="stable")
+        order = slice(None) if ordered else np.argsort(gpus, kind="stable")
         position = np.minimum(np.searchsorted(gpus[order], theirs), len(gpus) - 1)
         local = gpus[order][position] == theirs
         box = tuple(offset.tolist()), tuple(size.tolist())
@@ -127,7 +128,9 @@ def flows(index: int, tensors: TensorClass, topology: Topology, destination: np.
         if not len(far):
             continue
         nodes, at = topology.node(gpus), topology.node(destination[far])
-        near = np.isin(at, nodes)
+        present = np.zeros(int(max(nodes.max(), at.max())) + 1, dtype=bool)
+        present[nodes] = True
+        near = present[at]
         groups = [(far[at == node], holding[nodes == node], 1) for node in np.unique(at[near])]
         if not near.all():
             groups.append((far[~near], holding, 2))
@@ -145,6 +148,11 @@ def fill(load: np.ndarray, units: int, weight: int) -> np.ndarray:
 
     `load` is what each sends already, in bytes; a unit is `weight` bytes.
     """
+    least, most = int(load.min()), int(load.max())
+    if least == most:
+        counts = np.full(len(load), units // len(load), dtype=np.int64)
+        counts[: units % len(load)] += 1
+        return counts
     order = np.argsort(load, kind="stable")
     level = load[order] / weight
     total = np.cumsum(level)
