@@ -54,7 +54,7 @@ class CopyList:
             self._copy()  # warm up: lazy initialisation must not be captured
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._copy()
             self._graph = graph
         self._graph.replay()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -130,27 +130,33 @@ class Resharding(Transport):
         return [0 if shard.tensor is None else shard.tensor.data_ptr() for side in sides for shard in side]
 
     def _compile(self, have: Sequence[Shard], need: Sequence[Shard]) -> None:
-        agreement, self._aliased = self.agreement, 0
+        """Take views of both sides' storage as it is now."""
+        self._views = have, need
+        self._unshared: tuple[Part, Part] | None = None
+        self._aliased, self._copies, self._wire = self._compiled(self.group)
+
+    def _compiled(self, group: Any, names: Container[str] | None = None) -> tuple[int, CopyList, Wire]:
+        """For the weights of the given names (all by default): bytes that are shared, local copies, and transfers."""
+        agreement, (have, need), aliased = self.agreement, self._views, 0
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        self._unshared: tuple[Part, Part] | None = None
         if agreement.source is not None and agreement.destination is not None:
             for move in agreement.plan.moves(source=agreement.source, destination=agreement.destination):
-                if move.tier:
+                if move.tier or (names is not None and move.name not in names):
                     continue
                 origin = agreement.origin(move.name, move.box)
                 view = origin.view(have)
                 for part in agreement.targets(move.name, move.box):
                     target = part.view(need)
                     if same_storage(target, view):
-                        self._aliased += target.numel() * target.element_size()
+                        aliased += target.numel() * target.element_size()
                     else:
                         self._unshared = self._unshared or (part, origin)
                         targets.append(target)
                         sources.append(view)
-        self._copies = CopyList(targets, sources, self.config.graph)
-        self._wire = Wire(agreement, have, need, self.context.device, self.config.bucket_bytes, self.group, self._pool, self.wired)
-        self._views = have, need
+        copies = CopyList(targets, sources, self.config.graph)
+        device, size = self.context.device, self.config.bucket_bytes
+        return aliased, copies, Wire(agreement, have, need, device, size, group, self._pool, self.wired, names)
 
     def sync(self, version: int) -> SyncReport:
         report, device = SyncReport(version), self.context.device

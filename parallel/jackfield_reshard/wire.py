@@ -7,7 +7,7 @@ the rounds alternate between two side streams, so that packing overlaps the wire
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,17 +72,19 @@ def wire_types(agreement: Agreement) -> dict[str, torch.dtype]:
     return out
 
 
-def by_peer(agreement: Agreement, tiers: Sequence[int] = (1, 2)) -> tuple[dict[int, list[Move]], dict[int, list[Move]]]:
-    """This rank's (sends, receives) of the given tiers by the peer's group rank, each in the order that both ends share."""
+def by_peer(
+    agreement: Agreement, tiers: Sequence[int] = (1, 2), names: Container[str] | None = None
+) -> tuple[dict[int, list[Move]], dict[int, list[Move]]]:
+    """This rank's (sends, receives) of the given tiers (and weights) by the peer's group rank, each in the order that both ends share."""
     sends: dict[int, list[Move]] = {}
     receives: dict[int, list[Move]] = {}
     if agreement.source is not None:
         for move in agreement.plan.moves(source=agreement.source):
-            if move.tier in tiers:
+            if move.tier in tiers and (names is None or move.name in names):
                 sends.setdefault(agreement.destinations[move.destination], []).append(move)
     if agreement.destination is not None:
         for move in agreement.plan.moves(destination=agreement.destination):
-            if move.tier in tiers:
+            if move.tier in tiers and (names is None or move.name in names):
                 receives.setdefault(agreement.sources[move.source], []).append(move)
     return sends, receives
 
@@ -100,12 +102,13 @@ class Wire:
         group: Any = None,
         pool: dict[tuple[str, int, int], Tensor] | None = None,
         tiers: Sequence[int] = (1, 2),
+        names: Container[str] | None = None,
     ) -> None:
         self.group, self.device = group, device
         self.pool: dict[tuple[str, int, int], Tensor] = {} if pool is None else pool
         self.capacity = self.capacity_of(agreement, bucket_bytes)
         dtypes = wire_types(agreement)
-        sends, receives = by_peer(agreement, tiers)
+        sends, receives = by_peer(agreement, tiers, names)
         out = {peer: buckets(moves, dtypes, self.capacity) for peer, moves in sends.items()}
         into = {peer: buckets(moves, dtypes, self.capacity) for peer, moves in receives.items()}
         self.bytes = sum(move.bytes for moves in sends.values() for move in moves)

@@ -119,6 +119,7 @@ class TorchBackend(Backend):
     def optimizer_step(self) -> dict[str, float]:
         """See Backend; `bad_gradients` is 1 where the gradient was not finite and the step was left out."""
         assert self.optimizer is not None
+        self.optimizer.updated = self.updated
         return self.optimizer.step()
 
     def zero_grad(self) -> None:

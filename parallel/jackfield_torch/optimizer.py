@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,17 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     return at(config.lr, step) * min(1.0, (step + 1) / max(config.warmup, 1))
 
 
+_LAYER = re.compile(r".*?\.layers\.\d+\.")
+
+
 class MasterAdamW:
     """Keeps float32 masters of parameters of another type, and gathers their gradients in float32 as they arrive.
 
     Where parameters are float32 they are their own masters and nothing is copied. State is kept by parameter name.
     """
+
+    updated: Callable[[Sequence[str]], None] | None = None
+    """Told the names of parameters, layer by layer, as soon as a step has given them their new values."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
         """`masters`: float32 values by name for the parameters that are not float32."""
@@ -68,12 +75,35 @@ class MasterAdamW:
                 torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
             for group in self.adam.param_groups:
                 group["lr"] = rate
-            self.adam.step()
-            if self.narrow:
-                torch._foreach_copy_([self.parameters[n].data for n in self.narrow], [self.masters[n] for n in self.narrow])
+            if self.updated is None:
+                self.adam.step()
+                self._write_back(self.narrow)
+            else:
+                self._step_by_layer(self.updated)
         self.steps += 1
         self.zero_grad()
         return metrics
+
+    def _write_back(self, names: Sequence[str]) -> None:
+        if names:
+            torch._foreach_copy_([self.parameters[n].data for n in names], [self.masters[n] for n in names])
+
+    def _step_by_layer(self, updated: Callable[[Sequence[str]], None]) -> None:
+        """The same step, one layer after the other, telling `updated` of each as soon as its weights are final."""
+        layers: dict[str, list[str]] = {}
+        for name in self.parameters:
+            match = _LAYER.match(name)
+            layers.setdefault(match[0] if match else "", []).append(name)
+        whole, narrow = self.adam.param_groups, set(self.narrow)
+        try:
+            for names in layers.values():
+                own = {id(self.masters[n]) for n in names}
+                self.adam.param_groups = [g | {"params": [p for p in g["params"] if id(p) in own]} for g in whole]
+                self.adam.step()
+                self._write_back([n for n in names if n in narrow])
+                updated(names)
+        finally:
+            self.adam.param_groups = whole
 
     def norm(self, gradients: list[Tensor]) -> float:
         """Global L2 norm."""
