@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,6 +84,49 @@ def contained() -> Iterator[None]:
             os.environ["LD_PRELOAD"] = preload
 
 
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "vllm_jackfield_"
+
+
+def remove_stale_shared_memory() -> list[str]:
+    """Delete what vLLM's CPU ranks of runs that were killed left in shared memory; returns the names. Files of living runs stay."""
+    removed = []
+    for path in sorted(_SHARED_MEMORY.glob(f"{_PREFIX}*")):
+        owner = path.name.removeprefix(_PREFIX).partition("_")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed
+
+
+@contextlib.contextmanager
+def named_run(tp: int) -> Iterator[None]:
+    """While an engine of several ranks is built, give its shared memory a name of the run's own, with the owner's process id in it.
+
+    vLLM's external launcher would name it after ranks alone, so that two runs on one machine would write into each other's memory.
+    """
+    if tp == 1:
+        yield
+        return
+    import torch.distributed as dist
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    remove_stale_shared_memory()
+    name = [f"{_PREFIX}{os.getpid()}_{uuid.uuid4().hex[:12]}"]
+    dist.broadcast_object_list(name, src=0)
+    original = ExecutorWithExternalLauncher._distributed_args
+
+    def arguments(self: Any) -> tuple[str, int, int]:
+        _, rank, local_rank = original(self)
+        return f"joined://already:{name[0]}", rank, local_rank  # the default group stands: vLLM takes only the name from this
+
+    ExecutorWithExternalLauncher._distributed_args = arguments
+    try:
+        yield
+    finally:
+        ExecutorWithExternalLauncher._distributed_args = original
+
+
 @contextlib.contextmanager
 def plain_cpu_linears() -> Iterator[None]:
     """While the model is built, let vLLM's CPU linears keep their weight and multiply by it as it is, instead of packing a copy."""
@@ -122,7 +167,8 @@ class Core:
         known = {name for name in EngineArgs.__dataclass_fields__}
         if unknown := sorted(set(arguments) - known):
             raise ConfigError(f"engine.args: this vLLM's EngineArgs has no {', '.join(unknown)}")
-        with contained(), plain_cpu_linears() if plain_linears else contextlib.nullcontext():
+        world = arguments["tensor_parallel_size"]
+        with contained(), named_run(world), plain_cpu_linears() if plain_linears else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._client = self._engine.engine_core
         # collecting an engine would take the process's parallel state with it, which the next engine uses

@@ -1,0 +1,109 @@
+"""Tensor parallelism through vLLM's external launcher, two processes on CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+SIDE = Path(__file__).with_name("tp_side.py")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def start(world, tp, folder, out):
+    out.mkdir()
+    command = [sys.executable, "-W", "ignore", str(SIDE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(tp), str(folder), str(out)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def results(processes):
+    found = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=500)
+            assert process.returncode == 0, err[-3000:]
+            found.append(json.loads(out.strip().splitlines()[-1]))
+    finally:
+        for process in processes:
+            process.kill()
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(small, tmp_path_factory):
+    """8 heads and 4 KV heads; a vocabulary that two ranks pad."""
+    return small(tmp_path_factory.mktemp("tp"), "qwen2", hidden=256, heads=8, kv_heads=4, vocab=61)
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    (found,) = results(start(1, 1, model, tmp_path_factory.mktemp("out") / "one"))
+    return found
+
+
+def tokens(result, name):
+    return [sample[:3] for sample in result[name]]
+
+
+def test_tp_2_gives_the_tokens_of_tp_1(model, alone, tmp_path):
+    before = set(SHARED_MEMORY.glob("*vllm*"))
+    two = results(start(2, 2, model, tmp_path / "two"))
+    assert [r["position"] for r in two] == [[0, 1, True], [0, 1, False]]
+    for result in two:
+        assert tokens(result, "greedy") == tokens(alone, "greedy")
+        assert tokens(result, "sampled") == tokens(alone, "sampled")
+    gaps = [abs(a - b) for x, y in zip(two[0]["sampled"], alone["sampled"], strict=True) for a, b in zip(x[3], y[3], strict=True)]
+    assert max(gaps) < 1e-4
+    pieces = {name: [] for name, *_ in alone["shards"]}
+    for result in two:
+        for name, shape, offset, size in result["shards"]:
+            pieces[name].append((shape, offset, size))
+    q = pieces["model.layers.0.self_attn.q_proj.weight"]
+    assert q == [([256, 256], [0, 0], [128, 256]), ([256, 256], [128, 0], [128, 256])]
+    assert pieces["model.layers.0.mlp.down_proj.weight"][1] == ([256, 512], [0, 256], [256, 256])
+    rows = [size[0] for _, _, size in pieces["lm_head.weight"]]
+    assert sum(rows) == 61, "padded rows belong to no shard"
+    assert set(SHARED_MEMORY.glob("*vllm*")) == before
+
+
+def test_two_replicas_share_the_requests(model, alone, tmp_path):
+    two = results(start(2, 1, model, tmp_path / "two"))
+    assert [r["position"] for r in two] == [[0, 2, True], [1, 2, True]]
+    assert all(len(r["greedy"]) == 6 for r in two)
+    greedy = {sample[0]: sample[2] for sample in alone["greedy"]}
+    for rank, result in enumerate(two):
+        assert [sample[2] for sample in result["greedy"][::2]] == [greedy[i] for i in range(rank, 6, 2)]
+
+
+def test_a_killed_run_leaves_no_shared_memory_behind(model, tmp_path):
+    """The trap: vLLM's ranks on CPU talk through files in /dev/shm, which a killed run leaves; the next one removes them."""
+    before = set(SHARED_MEMORY.glob("*vllm*"))
+    processes = start(2, 2, model, tmp_path / "killed")
+    deadline = time.monotonic() + 300
+    while set(SHARED_MEMORY.glob("*vllm*")) == before and time.monotonic() < deadline and all(p.poll() is None for p in processes):
+        time.sleep(0.05)
+    left = set(SHARED_MEMORY.glob("*vllm*")) - before
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert left, "the ranks were killed too early to leave anything"
+    from jackfield_vllm.adapter import remove_stale_shared_memory
+
+    removed = remove_stale_shared_memory()
+    assert {path.name for path in left} <= set(removed)
+    assert set(SHARED_MEMORY.glob("*vllm*")) <= before
