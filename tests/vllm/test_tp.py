@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jackfield.testing.samples import generate, prompts, requests
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SIDE = Path(__file__).with_name("tp_side.py")
 SHARED_MEMORY = Path("/dev/shm")
@@ -51,9 +53,15 @@ def model(small, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory):
-    (found,) = results(start(1, 1, model, tmp_path_factory.mktemp("out") / "one"))
-    return found
+def alone(model, build, trainer, connect):
+    """The same by one rank, in this process."""
+    engine, backend = build(model), trainer(model)
+    connect(backend, engine).sync(3)
+    result = {"shards": [[s.name, list(s.shape), list(s.offset), list(s.size)] for s in engine.shards()]}
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        found = generate(engine, requests(prompts(6, length=40, shared=33), temperature=temperature, ignore_eos=True))
+        result[name] = [[*key, s.tokens, s.log_probs] for key, s in sorted(found.items())]
+    return result
 
 
 def tokens(result, name):
