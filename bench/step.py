@@ -1,0 +1,312 @@
+"""A whole GRPO step by phase: jackfield (backend torch, engine hf) against TRL's GRPOTrainer, same model, prompts, tokens and type.
+
+    python bench/step.py --model models/smollm2 --trl-python ~/trl/bin/python      # both sides, one after the other
+    python bench/step.py --model models/smollm2                                    # this side alone
+
+Each side runs in its own process: `--steps` steps, of which the first is dropped; medians with (min, max). Seconds are wall and CPU (of
+the process, all threads); on a machine that does other work the CPU seconds are the ones to compare. TRL is no dependency: give a
+Python that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "67108864", "MALLOC_ARENA_MAX": "1"}
+"""malloc without returning pages to the kernel: on a CPU both sides gain."""
+
+
+class Clock:
+    """Wall and CPU seconds by phase; a phase inside another is not counted twice."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, list[float]]] = []
+        self.inner: list[list[float]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the block to the phase."""
+        begin = time.perf_counter(), time.process_time()
+        self.inner.append([0.0, 0.0])
+        try:
+            yield
+        finally:
+            spent = [time.perf_counter() - begin[0], time.process_time() - begin[1]]
+            inner = self.inner.pop()
+            if self.inner:
+                self.inner[-1] = [a + b for a, b in zip(self.inner[-1], spent, strict=True)]
+            if self.steps:
+                known = self.steps[-1].setdefault(name, [0.0, 0.0])
+                self.steps[-1][name] = [k + s - i for k, s, i in zip(known, spent, inner, strict=True)]
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        """Time a method."""
+        original = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self(name):
+                return original(*args, **kwargs)
+
+        setattr(owner, method, timed)
+
+    def result(self, **more: Any) -> str:
+        """Medians over all steps but the first, as JSON."""
+        steps = self.steps[1:] or self.steps
+        phases = {}
+        for name in sorted({n for s in steps for n in s}):
+            wall, cpu = zip(*(s.get(name, [0.0, 0.0]) for s in steps), strict=True)
+            phases[name] = {"wall": spread(wall), "cpu": spread(cpu)}
+        totals = [[sum(v[k] for v in s.values()) for s in steps] for k in (0, 1)]
+        phases["step"] = {"wall": spread(totals[0]), "cpu": spread(totals[1])}
+        return json.dumps({"phases": phases, "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, **more})
+
+
+def spread(values: Any) -> list[float]:
+    """Median, smallest, largest."""
+    return [round(f(values), 3) for f in (statistics.median, min, max)]
+
+
+def questions(count: int) -> list[dict[str, str]]:
+    """Single-digit additions."""
+    rng = random.Random(0)
+    pairs = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count)]
+    return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
+
+
+def last_number(text: str, answer: str) -> float:
+    """1 if the last number in the text is the answer."""
+    import re
+
+    found = re.findall(r"-?\d+", text)
+    return float(bool(found) and found[-1] == answer)
+
+
+def ours(args: argparse.Namespace) -> None:
+    """This project's side."""
+    import torch
+
+    from jackfield import Trainer, hookimpl, load_config
+    from jackfield_hf.engine import HFEngine
+    from jackfield_torch.backend import TorchBackend
+
+    torch.set_num_threads(args.threads)
+    clock = Clock()
+    for owner, method, name in (
+        (TorchBackend, "forward", "log-probs"),
+        (TorchBackend, "forward_backward", "update"),
+        (TorchBackend, "optimizer_step", "optimizer"),
+    ):
+        clock.wrap(owner, method, name)
+    generate = HFEngine.generate
+    HFEngine.generate = lambda self, requests: iter(_all(clock, generate, self, requests))  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        rows.write_text("".join(json.dumps({"prompt": q["question"], "answer": q["answer"]}) + "\n" for q in questions(512)))
+        config = {
+            "dir": folder + "/run",
+            "steps": args.steps,
+            "policy": {
+                "model": str(Path(args.model).resolve()),
+                "micro_batch_tokens": args.micro_tokens,
+                "backend": {"name": "torch", "dtype": args.dtype},
+                "optimizer": {"lr": 1e-5},
+            },
+            "algorithm": "grpo",
+            "dataset": {"name": "jsonl", "path": str(rows)},
+            "rewards": ["last_number"],
+            "sampling": {"max_new_tokens": args.new_tokens, "ignore_eos": True},
+            "batch": {"prompts": args.prompts, "group_size": args.group},
+            "trackers": [],
+        }
+        (Path(folder) / "config.yaml").write_text(json.dumps(config))
+        trainer = Trainer(load_config(Path(folder) / "config.yaml"))
+
+        class Steps:
+            """Cuts time into steps."""
+
+            rewards: list[float] = []
+
+            @hookimpl(wrapper=True)
+            def step_start(self, run: Any) -> Any:
+                clock.steps.append({})
+                self.begin = time.perf_counter(), time.process_time()
+                return (yield)
+
+            @hookimpl
+            def step_end(self, run: Any, metrics: dict[str, float]) -> None:
+                step = clock.steps[-1]
+                for k, now in enumerate((time.perf_counter(), time.process_time())):
+                    step.setdefault("other", [0.0, 0.0])[k] += now - self.begin[k] - sum(v[k] for n, v in step.items() if n != "other")
+                self.rewards.append(metrics["reward"])
+
+        trainer.run.manager.register(Steps(), "steps")
+        trainer.train()
+    print(clock.result(rewards=Steps.rewards))
+
+
+def _all(clock: Clock, generate: Any, engine: Any, requests: Any) -> list[Any]:
+    with clock("rollout"):
+        return list(generate(engine, requests))
+
+
+def trl(args: argparse.Namespace) -> None:
+    """TRL's side, with its defaults except where a setting is named on the command line."""
+    import datasets
+    import torch
+    import transformers
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    clock = Clock()
+
+    class Timed(GRPOTrainer):
+        """Phases of a step."""
+
+        def _generate_single_turn(self, *a: Any, **k: Any) -> Any:
+            with clock("rollout"):
+                return super()._generate_single_turn(*a, **k)
+
+        def _get_per_token_logps_and_entropies(self, *a: Any, **k: Any) -> Any:
+            with clock("update" if torch.is_grad_enabled() else "log-probs"):
+                return super()._get_per_token_logps_and_entropies(*a, **k)
+
+        def compute_loss(self, *a: Any, **k: Any) -> Any:
+            with clock("update"):
+                return super().compute_loss(*a, **k)
+
+    class Steps(transformers.TrainerCallback):
+        """Cuts time into steps."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.steps.append({})
+            self.begin = time.perf_counter(), time.process_time()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            step = clock.steps[-1]
+            for k, now in enumerate((time.perf_counter(), time.process_time())):
+                step.setdefault("other", [0.0, 0.0])[k] += now - self.begin[k] - sum(v[k] for n, v in step.items() if n != "other")
+
+    rewards: list[float] = []
+
+    def right(completions: Any, answer: Any, **_: Any) -> list[float]:
+        found = [last_number(c[0]["content"], a) for c, a in zip(completions, answer, strict=True)]
+        rewards.append(sum(found) / len(found))
+        return found
+
+    rows = [{"prompt": [{"role": "user", "content": q["question"]}], "answer": q["answer"]} for q in questions(512)]
+    samples = args.prompts * args.group
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=not torch.cuda.is_available(),
+            report_to="none",
+            save_strategy="no",
+            max_steps=args.steps,
+            per_device_train_batch_size=args.trl_micro,
+            gradient_accumulation_steps=samples // args.trl_micro,
+            num_generations=args.group,
+            max_completion_length=args.new_tokens,
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
+            bf16=False,
+            gradient_checkpointing=False,
+            temperature=1.0,
+            beta=0.0,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            generation_kwargs={"min_new_tokens": args.new_tokens},
+            model_init_kwargs={"dtype": args.dtype, "attn_implementation": args.trl_attention},
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
+        trainer = Timed(
+            model=args.model,
+            reward_funcs=right,
+            args=config,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[Steps()],
+        )
+        trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+        clock.wrap(trainer.accelerator, "backward", "update")
+        create = trainer.create_optimizer
+
+        def create_timed(*a: Any, **k: Any) -> Any:
+            optimizer = create(*a, **k)
+            clock.wrap(optimizer, "step", "optimizer")
+            return optimizer
+
+        trainer.create_optimizer = create_timed
+        trainer.train()
+    print(clock.result(rewards=rewards))
+
+
+def main() -> None:
+    """Run both sides and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--trl-python", default=None)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--micro-tokens", type=int, default=1500)
+    parser.add_argument("--trl-micro", type=int, default=16)
+    parser.add_argument("--trl-attention", default="sdpa", choices=["sdpa", "eager"])
+    parser.add_argument("--malloc", action="store_true", help="both sides with a malloc that keeps its pages")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--side", choices=["ours", "trl"], default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        return {"ours": ours, "trl": trl}[args.side](args)
+    results: dict[str, Any] = {}
+    sides = {"ours": sys.executable} | ({"trl": args.trl_python} if args.trl_python else {})
+    for side, python in sides.items():
+        environment = os.environ | QUIET | {"OMP_NUM_THREADS": str(args.threads)} | (TUNED if args.malloc else {})
+        done = subprocess.run(
+            [python, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:], "--side", side],
+            env=environment,
+            cwd=tempfile.gettempdir() if side == "trl" else None,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode:
+            sys.exit(f"{side}: failed with {done.returncode}")
+        results[side] = json.loads(done.stdout.splitlines()[-1])
+    tokens = args.prompts * args.group * args.new_tokens
+    print(f"{platform.processor() or platform.machine()}, {args.threads} threads, {args.dtype}, {args.prompts} x {args.group} samples, ")
+    print(f"{args.new_tokens} new tokens each ({tokens} a step); seconds a step: median (min, max)")
+    names = [n for n in ("rollout", "log-probs", "update", "optimizer", "other", "step") if any(n in r["phases"] for r in results.values())]
+    for name in names:
+        for kind in ("cpu", "wall"):
+            cells = [r["phases"].get(name, {}).get(kind, [0.0, 0.0, 0.0]) for r in results.values()]
+            ratio = f"   x{cells[1][0] / cells[0][0]:.2f}" if len(cells) > 1 and cells[0][0] > 0.01 else ""
+            line = "".join(f"  {side} {c[0]:8.2f} ({c[1]:.2f}, {c[2]:.2f})" for side, c in zip(results, cells, strict=True))
+            print(f"{name:10} {kind:5}{line}{ratio}")
+    for side, result in results.items():
+        print(f"{side}: peak {result['peak_rss_mb']} MB; rewards {[round(r, 2) for r in result['rewards']]}")
+    if args.out:
+        args.out.write_text(json.dumps({"args": {k: str(v) for k, v in vars(args).items()}, **results}, indent=1))
+    return None
+
+
+if __name__ == "__main__":
+    main()
