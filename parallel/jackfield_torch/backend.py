@@ -17,7 +17,8 @@ from jackfield.components import Backend, BackendConfig, Loss, LossSums, OutputR
 from jackfield.config import ModelConfig, OptimizerConfig
 from jackfield.errors import CheckpointError, ConfigError
 from jackfield.shard import Shard
-from jackfield_reshard.modules import adopt_into, module_shards, weights
+from jackfield_reshard.modules import adopt_into, module_shards, weights, whole_shard
+from jackfield_torch.lora import LoRAConfig, Merged, add_adapters
 from jackfield_torch.model import export_model, load_model
 from jackfield_torch.optimizer import MasterAdamW
 from jackfield_torch.scoring import Scorer
@@ -28,6 +29,8 @@ class TorchConfig(BackendConfig):
 
     packing: Literal["auto", "on", "off"] = "auto"
     """Run micro-batches without padding, equal prompts once: where it saves tokens; always; never. The gradient is the same."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters; the rest stays as it is."""
 
 
 class TorchBackend(Backend):
@@ -43,6 +46,10 @@ class TorchBackend(Backend):
         self.model = load_model(model, seed=context.seed)
         trained = optimizer is not None
         self.model.requires_grad_(trained).train(trained)
+        self.merged: Merged | None = None
+        if self.config.lora is not None and trained and model.head == "lm":
+            add_adapters(self.model, self.config.lora, context.seed)
+            self.merged = self._merged()
         if self.config.activation_checkpointing and trained:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         masters = self._place(trained)
@@ -57,12 +64,15 @@ class TorchBackend(Backend):
         dtype, device = getattr(torch, self.config.dtype), self.context.device
         masters = {}
         for name, parameter in self.model.named_parameters():
-            if trained and dtype != torch.float32:
+            if parameter.requires_grad and dtype != torch.float32:
                 masters[name] = parameter.data.to(device, torch.float32, copy=True)
             parameter.data = parameter.data.to(device, dtype)
         self.model.to(device)
         self.scorer = self._scorer()
         return masters
+
+    def _merged(self) -> Merged:
+        return Merged(self.model, lambda tensor: tensor, lambda tensor: tensor)
 
     def _scorer(self) -> Scorer:
         scorer = Scorer(self.model, value=self.model_config.head == "value")
@@ -128,17 +138,20 @@ class TorchBackend(Backend):
             self.optimizer.zero_grad()
 
     def shards(self) -> list[Shard]:
-        """See Backend."""
+        """See Backend. With LoRA the merged weights, brought up to date by the call."""
+        if self.merged is not None:
+            return [whole_shard(name, part, buffer) for name, _, part, buffer in self.merged.weights()]
         return module_shards(self.model)
 
     def adopt(self, shards: Sequence[Shard]) -> bool:
-        """See Backend."""
-        return adopt_into(self.model, shards)
+        """See Backend; not with LoRA, whose merged weights are not what is trained."""
+        return self.merged is None and adopt_into(self.model, shards)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: weights by name, the masters where there are any."""
+        """What a checkpoint holds of the model: weights by name, the masters where there are any; with LoRA the adapters."""
         masters = {} if self.optimizer is None else self.optimizer.masters
-        return {name: masters.get(name, tensor).detach() for name, tensor, _ in weights(self.model)}
+        kept = ((n, t) for n, t, _ in weights(self.model) if self.merged is None or t.requires_grad)
+        return {name: masters.get(name, tensor).detach() for name, tensor in kept}
 
     def save(self, folder: Path) -> None:
         """Weights and optimizer as safetensors, the rest in `state.pt`. Raises CheckpointError."""
@@ -172,7 +185,8 @@ class TorchBackend(Backend):
             for name, tensor in mine.items():
                 tensor.copy_(tensors[name])
             for name, tensor, _ in weights(self.model):
-                tensor.copy_(mine[name])
+                if name in mine:
+                    tensor.copy_(mine[name])
         if self.optimizer is not None:
             self.optimizer.zero_grad()
             self.optimizer.load_state(moments, state["steps"])
@@ -181,8 +195,9 @@ class TorchBackend(Backend):
             torch.cuda.set_rng_state(state["cuda_rng"], self.context.device)
 
     def export(self, folder: Path) -> None:
-        """See Backend."""
-        export_model(self.model, self.model_config, folder)
+        """See Backend. With LoRA the merged weights."""
+        whole = None if self.merged is None else {name: part for name, _, part, _ in self.merged.weights()}
+        export_model(self.model, self.model_config, folder, whole)
 
     def offload(self) -> int:
         """Optimizer states to the host."""

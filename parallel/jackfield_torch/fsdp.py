@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from jackfield.errors import CheckpointError, ConfigError
 from jackfield.shard import Shard
 from jackfield_reshard.modules import weights, whole_shard
 from jackfield_torch.backend import TorchBackend, TorchConfig, evaluating
+from jackfield_torch.lora import Merged
 from jackfield_torch.model import export_model
 from jackfield_torch.optimizer import MasterAdamW
 from jackfield_torch.scoring import Scorer
@@ -147,17 +148,26 @@ class FSDPBackend(TorchBackend):
         """This rank's rows of each weight, as views of the sharded storage; buffers whole on every rank."""
         self.root.reshard()
         out = []
-        for name, tensor, buffer in weights(self.model):
+        for name, tensor, local, buffer in self._parts():
             if not isinstance(tensor, DTensor):
-                out.append(whole_shard(name, tensor, buffer))
+                out.append(whole_shard(name, local, buffer))
                 continue
-            local = _local(tensor).detach()
             rows = -(-tensor.shape[0] // self.context.world_size)
             offset = (min(rows * self.context.rank, tensor.shape[0]), *(0,) * (tensor.dim() - 1))
             if local.numel():
                 shape, size = tuple(tensor.shape), tuple(local.shape)
                 out.append(Shard(name, shape, offset, size, str(local.dtype).removeprefix("torch."), local, buffer))
         return out
+
+    def _merged(self) -> Merged:
+        return Merged(self.model, _local, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+    def _parts(self) -> Iterator[tuple[str, Tensor, Tensor, bool]]:
+        """(name, tensor, this rank's rows, is a buffer); merged with LoRA, which is collective."""
+        if self.merged is not None:
+            yield from self.merged.weights()
+        else:
+            yield from ((name, tensor, _local(tensor).detach(), buffer) for name, tensor, buffer in weights(self.model))
 
     def adopt(self, shards: Sequence[Shard]) -> bool:
         """FSDP owns its storage; an engine may adopt from it instead."""
@@ -166,7 +176,8 @@ class FSDPBackend(TorchBackend):
     def _state(self) -> dict[str, Any]:
         """Sharded tensors by name, for torch.distributed.checkpoint: it reads them back on any number of ranks."""
         self.root.reshard()
-        state: dict[str, Any] = {f"weight/{n}": t.detach() for n, t, _ in weights(self.model)}
+        kept = ((n, t) for n, t, _ in weights(self.model) if self.merged is None or t.requires_grad)
+        state: dict[str, Any] = {f"weight/{n}": t.detach() for n, t in kept}
         if isinstance(self.optimizer, ShardedAdamW):
             moments = self.optimizer.state()
             for name, parameter in self.optimizer.sharded.items():
@@ -214,9 +225,8 @@ class FSDPBackend(TorchBackend):
         """See Backend; tensors are gathered one at a time, and rank 0 writes them."""
         self.root.reshard()
         whole = {}
-        for name, tensor, _ in weights(self.model):
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            full = full.detach()
+        for name, tensor, part, _ in self._parts():
+            full = _like(tensor, part).full_tensor() if isinstance(tensor, DTensor) else part
             if self.context.rank == 0:
                 whole[name] = full.to("cpu", getattr(torch, self.config.dtype) if full.is_floating_point() else full.dtype)
         if self.context.rank == 0:
@@ -229,7 +239,7 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(parameter: Any, local: Tensor) -> Tensor:
+def _like(parameter: Any, local: Tensor) -> Any:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
