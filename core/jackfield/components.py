@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -134,8 +134,6 @@ class Backend(Component):
 
     kind = "backend"
     Config: type[ComponentConfig] = BackendConfig
-    updated: Callable[[Sequence[str]], None] | None = None
-    """Set by a transport that overlaps: a backend that can calls it in `optimizer_step` with names of weights that are final."""
 
     @abstractmethod
     def setup(self, model: ModelConfig, optimizer: OptimizerConfig | None, context: WorkerContext) -> None:

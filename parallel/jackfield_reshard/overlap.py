@@ -1,8 +1,9 @@
 """Transport `overlap`: begins with the first layers while the optimizer still works on the rest.
 
-The backend says which weights are final as its optimizer goes (`Backend.updated`). Weights are in groups of layers; a thread takes the
-groups in one order that all ranks share, waits until this rank's weights of a group are final (a rank that holds none only receives),
-and copies and sends them: on CUDA in a stream of its own behind an event of the optimizer's, between processes through a process group
+The backend says which weights are final as its optimizer goes: it calls its attribute `updated`, if it offers one, with their names.
+Weights are in groups of layers; a thread takes the groups in one order that all ranks share, waits until this rank's weights of a
+group are final (a rank that holds none only receives), and copies and sends them: on CUDA in a stream of its own behind an event of the
+optimizer's, between processes through a process group
 of its own. `sync` waits for what is left. With several optimizer steps before a sync all but the last move weights in vain, so this is
 for one optimizer step a sync. The engine must not generate during the optimizer step, as a colocated one does not.
 """
@@ -98,7 +99,7 @@ class Overlap(Auto):
             self._own_group = dist.new_group(list(range(context.world_size)))
         super().connect(source, destination, context)
         if source is not None and len(self.agreement.sources) == context.world_size:  # engines elsewhere are busy generating
-            source.updated = self._updated
+            setattr(source, "updated", self._updated)  # noqa: B010 (no part of the contract: a backend may offer it)
 
     def _compile(self, have: Sequence[Shard], need: Sequence[Shard]) -> None:
         self._views, self._unshared = (have, need), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,8 @@ class TorchBackend(Backend):
 
     Config = TorchConfig
     config: Any
+    updated: Callable[[Sequence[str]], None] | None = None
+    """Told during `optimizer_step` which weights are final, layer by layer; a transport that overlaps sets it."""
     optimizer: MasterAdamW | None
 
     def setup(self, model: ModelConfig, optimizer: OptimizerConfig | None, context: WorkerContext) -> None:
