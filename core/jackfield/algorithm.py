@@ -181,7 +181,7 @@ class Algorithm(Component):
 
     @hookimpl(specname="update")
     def _update(self, run: Any, batch: Batch) -> dict[str, float]:
-        batch = batch[F.trained(batch)]
+        batch = batch.keep(F.trained(batch))
         totals: dict[str, list[float]] = {}
         for epoch in range(self.config.epochs):
             for mini in F.split_groups(batch, self.config.mini_batches, seed=hash((run.seed, run.step, epoch)) % 2**31):

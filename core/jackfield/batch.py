@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
 from torch import Tensor
@@ -29,15 +30,15 @@ class Trajectory:
     """One finished sample before it is padded into a batch. Sequences run over prompt and response alike."""
 
     prompt: Prompt
-    tokens: list[int]
-    """Token ids of the whole conversation, prompt first."""
+    tokens: Any
+    """Token ids of the whole conversation, prompt first; like the other sequences a list or, far quicker, a numpy array."""
     prompt_length: int
     """Number of leading tokens that belong to the prompt."""
-    sampled: list[bool]
+    sampled: Any
     """True exactly where the engine sampled the token; a tool's output is False."""
-    log_probs: list[float]
+    log_probs: Any
     """Log-prob of each sampled token under the sampling distribution; ignored elsewhere."""
-    versions: list[int]
+    versions: Any
     """Policy version that produced each sampled token; ignored elsewhere."""
     finish_reason: str
     """One of FINISH_REASONS."""
@@ -115,6 +116,10 @@ class Batch(TensorClass):
             setattr(new, name, value)
         return new
 
+    def keep(self, mask: Tensor) -> Batch:
+        """The samples of a bool mask [B]; where that is all of them the batch itself, without a copy."""
+        return self if bool(mask.all()) else self[mask]
+
     def with_extras(self, **tensors: Tensor) -> Batch:
         """A shallow copy with more extras."""
         extras = self.extras.clone(recurse=False)
@@ -164,6 +169,8 @@ class Batch(TensorClass):
     def concat(parts: Sequence[Batch]) -> Batch:
         """Join batches of any widths, empty ones among them; the result is as wide as the widest."""
         parts = [part for part in parts if len(part)] or parts[:1]
+        if len(parts) == 1:
+            return parts[0]
         width = max(part.tokens.shape[1] for part in parts)
         joined: Any = torch.cat([part.pad_to(width) for part in parts])  # type: ignore[misc]
         return cast(Batch, joined)
@@ -173,26 +180,26 @@ class Batch(TensorClass):
         """Pad finished samples into a batch. Sample ids are prompt id x `group_size` + position within the group."""
         width = max((len(item.tokens) for item in items), default=0)
 
-        def padded(rows: list[list[Any]], dtype: torch.dtype, fill: float) -> Tensor:
-            return torch.tensor([r + [fill] * (width - len(r)) for r in rows], dtype=dtype).reshape(len(rows), width)
-
-        def sampled_only(values: list[Any], item: Trajectory, other: Any) -> list[Any]:
-            return [v if s else other for v, s in zip(values, item.sampled, strict=True)]
+        def padded(name: str, dtype: Any) -> Tensor:
+            rows = np.zeros((len(items), width), dtype)
+            for row, item in zip(rows, items, strict=True):
+                row[: len(item.tokens)] = getattr(item, name)
+            return torch.from_numpy(rows)
 
         seen: dict[int, int] = {}
         ids = []
         for item in items:
             ids.append(item.prompt.id * group_size + seen.setdefault(item.prompt.id, 0))
             seen[item.prompt.id] += 1
-        mask = padded([i.sampled for i in items], torch.bool, False)
+        mask = padded("sampled", np.bool_)
         return Batch(
-            tokens=padded([i.tokens for i in items], torch.int64, 0),
+            tokens=padded("tokens", np.int64),
             lengths=torch.tensor([len(i.tokens) for i in items], dtype=torch.int64),
             prompt_lengths=torch.tensor([i.prompt_length for i in items], dtype=torch.int64),
             response_mask=mask,
             loss_mask=mask.clone(),
-            rollout_log_probs=padded([sampled_only(i.log_probs, i, 0.0) for i in items], torch.float32, 0.0),
-            versions=padded([sampled_only(i.versions, i, -1) for i in items], torch.int32, -1),
+            rollout_log_probs=torch.where(mask, padded("log_probs", np.float32), 0.0),
+            versions=torch.where(mask, padded("versions", np.int32), -1),
             group_ids=torch.tensor([i.prompt.id for i in items], dtype=torch.int64),
             sample_ids=torch.tensor(ids, dtype=torch.int64),
             finish_reasons=torch.tensor([FINISH_REASONS.index(i.finish_reason) for i in items], dtype=torch.int8),

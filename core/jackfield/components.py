@@ -205,7 +205,7 @@ class Request:
 
 @dataclass
 class Sample:
-    """One finished sample."""
+    """One finished sample. Engines give lists; `run.policy.generate` gives numpy arrays (int64, float32, int32)."""
 
     request_id: int
     index: int

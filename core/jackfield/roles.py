@@ -29,11 +29,11 @@ class Role:
         self.role = role_config(config, name)
         self.positions: list[Position] = group.call("setup", name)
 
-    def _split(self, batch: Batch) -> tuple[list[list[list[int]]], list[list[Batch]]]:
-        """The plan by DP rank, and each worker's micro-batches."""
+    def _split(self, batch: Batch) -> tuple[list[list[list[int]]], list[microbatch.Share]]:
+        """The plan by DP rank, and each worker's share, without records: text stays on the controller."""
         ranks = self.positions[0].dp_size
         split = microbatch.plan(batch.lengths.tolist(), ranks, self.role.micro_batch_tokens)
-        shares = [[microbatch.take(batch, indices) for indices in share] for share in split]
+        shares = [microbatch.share(batch, bins) for bins in split]
         return split, [shares[p.dp_rank] for p in self.positions]
 
     def request(self, **wanted: bool) -> OutputRequest:
@@ -47,14 +47,15 @@ class Role:
         some = mask.any(-1).nonzero()[:, 0]
         whole: dict[str, Tensor] = {}
         if len(some):
-            split, shares = self._split(batch[some])
+            split, shares = self._split(batch.replace(records=None).keep(mask.any(-1)))
             results = self.group.scatter("forward", self.name, shares, request)
             for position, outputs in zip(self.positions, results, strict=True):
                 for indices, out in zip(split[position.dp_rank], outputs or (), strict=False):
                     for name, value in vars(out).items():
                         if value is not None and indices:
-                            rows = some[torch.tensor(indices)]
-                            whole.setdefault(name, torch.zeros(mask.shape))[rows, : value.shape[1]] = value
+                            if name not in whole:
+                                whole[name] = torch.zeros(mask.shape)
+                            whole[name][some[torch.tensor(indices)], : value.shape[1]] = value
         names = [n for n in ("log_probs", "entropy", "sum_pi_squared") if getattr(request, n)]
         return Outputs(**{n: torch.where(mask, whole[n], 0) if n in whole else torch.zeros(mask.shape) for n in {*names, *whole}})
 
@@ -71,13 +72,13 @@ class Role:
 
     def update(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
         """One optimizer step on a mini-batch. With nothing to train nothing moves (law 16): metrics are `skipped` = 1 alone."""
-        batch = batch[batch.loss_mask.any(-1)].trim()
+        batch = batch.replace(records=None).keep(batch.loss_mask.any(-1)).trim()
         prefix = "" if self.name == "policy" else f"{self.name}/"
         if not len(batch):
             return {f"{prefix}skipped": 1.0}
         config = algorithm.config
         scale = reduction_scale(batch.loss_mask, config.reduction, config.fixed_length or self.config.sampling.max_new_tokens)
-        _, shares = self._split(batch.clean().replace(loss_scale=scale, records=[None] * len(batch)))
+        _, shares = self._split(batch.replace(loss_scale=scale))
         request = algorithm.request(self.config.sampling)
         results = self.group.scatter("update", self.name, shares, request, algorithm.state_dict())
         metrics = finish([sums for sums, _ in results if sums is not None]) | results[0][1]

@@ -40,7 +40,7 @@ def collect(run: Run) -> Batch:
         keep = batch.loss_mask.any(-1) | ~batch.response_mask.any(-1)
         for verdict in run.hook.filter(run=run, batch=batch):
             keep = keep & verdict
-        parts.append(batch[keep])
+        parts.append(batch.keep(keep))
         kept += len(torch.unique(batch.group_ids[keep]))
         if kept >= wanted:
             break

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jackfield import registry
 from jackfield.components import (
     Backend,
@@ -22,13 +24,12 @@ from jackfield.components import (
 )
 from jackfield.config import RunConfig, role_config
 from jackfield.loss import BoundLoss
+from jackfield.microbatch import Share, cut
 from jackfield.rewards import RewardHook
 from jackfield.shard import SyncReport
 
 if TYPE_CHECKING:
     import torch
-
-    from jackfield.batch import Batch
 
 
 class Worker:
@@ -86,23 +87,21 @@ class Worker:
         """One score a record, or the error in its place."""
         return self.rewards[label].isolated(records)
 
-    def forward(self, role: str, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs] | None:
+    def forward(self, role: str, share: Share, request: OutputRequest) -> list[Outputs] | None:
         """Outputs on the CPU, or None where another rank returns them."""
         backend = self.backends[role]
         self._hand_memory(to_engine=False)
-        outputs = backend.forward([m.to(self.device) for m in micro_batches], request)
+        outputs = backend.forward(cut(share, self.device), request)
         if not backend.position.output:
             return None
         return [Outputs(**{n: None if v is None else v.float().cpu() for n, v in vars(o).items()}) for o in outputs]
 
-    def update(
-        self, role: str, micro_batches: Sequence[Batch], request: OutputRequest, state: dict[str, Any]
-    ) -> tuple[LossSums | None, dict[str, float]]:
+    def update(self, role: str, share: Share, request: OutputRequest, state: dict[str, Any]) -> tuple[LossSums | None, dict[str, float]]:
         """One optimizer step; the sums (or None where another rank returns them) and the optimizer's own metrics."""
         backend = self.backends[role]
         self._hand_memory(to_engine=False)
         self.algorithm.load_state_dict(state)
-        sums = backend.forward_backward([m.to(self.device) for m in micro_batches], BoundLoss(self.algorithm, role, request))
+        sums = backend.forward_backward(cut(share, self.device), BoundLoss(self.algorithm, role, request))
         info = backend.optimizer_step()
         if not backend.position.output:
             return None, info
@@ -114,7 +113,9 @@ class Worker:
         self._hand_memory(to_engine=True)
         for sample in self.engine.generate(requests):
             if self.engine.position.output:
-                yield sample
+                kinds: dict[str, Any] = {"tokens": np.int64, "log_probs": np.float32, "versions": np.int32}
+                arrays: dict[str, Any] = {name: np.asarray(getattr(sample, name), kind) for name, kind in kinds.items()}
+                yield replace(sample, **arrays)
 
     def sync(self, version: int) -> SyncReport:
         """Make the engine serve the policy's weights as `version`."""

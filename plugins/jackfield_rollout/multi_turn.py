@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from pydantic import Field
 
 from jackfield.batch import Batch, Prompt, Trajectory
@@ -88,8 +89,9 @@ class MultiTurn(PromptedRollout):
                 Request(t.sample_id, tuple(t.tokens), (sample_seed(run.seed, run.step, t.sample_id, turn),), run.sampling) for t in live
             ]
             for talk, (sample,) in zip(live, gather(requests, run.policy.generate(requests)), strict=True):
-                _extend(talk, sample.tokens, True, sample.log_probs, sample.versions)
-                text = run.tokenizer.decode(sample.tokens, skip_special_tokens=True)
+                tokens, log_probs, versions = (np.asarray(v).tolist() for v in (sample.tokens, sample.log_probs, sample.versions))
+                _extend(talk, tokens, True, log_probs, versions)
+                text = run.tokenizer.decode(tokens, skip_special_tokens=True)
                 talk.said.append(text)
                 if sample.finish_reason != "stop":
                     talk.finish_reason = sample.finish_reason

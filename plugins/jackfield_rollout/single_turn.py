@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jackfield.batch import Batch, Prompt, Trajectory
 from jackfield.components import ComponentConfig, Request, Rollout, Sample
 from jackfield.hookspecs import hookimpl
@@ -61,20 +63,24 @@ class SingleTurn(PromptedRollout):
             for e in encoded
         ]
         groups = gather(requests, run.policy.generate(requests))
-        texts = iter(run.tokenizer.batch_decode([s.tokens for samples in groups for s in samples], skip_special_tokens=True))
-        items = [_trajectory(e, s, next(texts)) for e, samples in zip(encoded, groups, strict=True) for s in samples]
+        texts = iter(
+            run.tokenizer.batch_decode([np.asarray(s.tokens).tolist() for samples in groups for s in samples], skip_special_tokens=True)
+        )
+        arrays = [np.asarray(e.tokens, np.int64) for e in encoded]
+        items = [_trajectory(e, a, s, next(texts)) for e, a, samples in zip(encoded, arrays, groups, strict=True) for s in samples]
         return finished(run, items)
 
 
-def _trajectory(encoded: Encoded, sample: Sample, response: str) -> Trajectory:
-    before = len(encoded.tokens)
+def _trajectory(encoded: Encoded, before: Any, sample: Sample, response: str) -> Trajectory:
+    """`before`: the prompt's tokens as an array. Arrays throughout: a list costs 0.1 s for a million tokens."""
+    n = len(before)
     return Trajectory(
         prompt=encoded.prompt,
-        tokens=[*encoded.tokens, *sample.tokens],
-        prompt_length=before,
-        sampled=[False] * before + [True] * len(sample.tokens),
-        log_probs=[0.0] * before + list(sample.log_probs),
-        versions=[-1] * before + list(sample.versions),
+        tokens=np.concatenate([before, sample.tokens]),
+        prompt_length=n,
+        sampled=np.arange(n + len(sample.tokens)) >= n,
+        log_probs=np.concatenate([np.zeros(n, np.float32), sample.log_probs]),
+        versions=np.concatenate([np.full(n, -1, np.int32), sample.versions]),
         finish_reason=sample.finish_reason,
         record=reward_record(encoded.prompt.record, encoded.text, response, len(sample.tokens), sample.finish_reason),
     )

@@ -104,7 +104,7 @@ def test_an_error_of_all_ranks_leaves_them_usable(fake, misbehave):
         group = launcher.start(fake(*misbehave("", name="RaisesOnAll")), ["policy"])["policy"]
         group.call("setup", "policy")
         with pytest.raises(WorkerError, match=r"policy worker \d of 2 raised OutOfMemoryError in forward: out of memory: wanted 7 GiB"):
-            group.call("forward", "policy", [], None)
+            group.call("forward", "policy", (None, []), None)
         assert [p.dp_rank for p in group.call("setup", "policy")] == [0, 1]
     finally:
         launcher.stop()

@@ -84,7 +84,7 @@ def test_a_worker_killed_mid_rollout_is_noticed_and_named_and_the_run_resumes_by
                 killed.update(at=time.monotonic(), name=worker.name)
                 threading.Timer(0.001, os.kill, (worker.place.pid, signal.SIGKILL)).start()
                 for _ in range(100_000):
-                    run.policy.group.call("forward", "policy", [], None)
+                    run.policy.group.call("forward", "policy", (None, []), None)
 
         @hookimpl
         def run_error(self, run, error):

@@ -223,9 +223,10 @@ class FakeRollout(Rollout):
         for prompt, request in zip(prompts, requests, strict=True):
             for index in range(size):
                 s, n = found[prompt.id, index], len(request.tokens)
+                lists = s.log_probs.tolist(), s.versions.tolist()
                 record = {**prompt.record, "response": " ".join(map(str, s.tokens))}
                 tokens, sampled = [*request.tokens, *s.tokens], [False] * n + [True] * len(s.tokens)
-                log_probs, versions = [0.0] * n + s.log_probs, [-1] * n + s.versions
+                log_probs, versions = [0.0] * n + lists[0], [-1] * n + lists[1]
                 items.append(Trajectory(prompt, tokens, n, sampled, log_probs, versions, s.finish_reason, record))
         return Batch.from_trajectories(items, group_size=size)
 

@@ -1,0 +1,302 @@
+"""What the controller costs: GRPO steps of 1,024 samples x 2,048 tokens whose model work is sleep.
+
+    python bench/controller.py              4 worker processes whose model work is 10 s a step (launcher fork)
+    python bench/controller.py --simulate   1 to 64 workers, without processes: only what the controller does is timed
+    python bench/controller.py --profile    where its time goes
+
+A share of the reported seconds is the worker's end of the pipe: on a host with fewer cores than workers they compete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jackfield import Trainer
+from jackfield.batch import Batch, Trajectory
+from jackfield.components import (
+    Backend,
+    BackendConfig,
+    ComponentConfig,
+    Dataset,
+    Engine,
+    Launcher,
+    Loss,
+    LossSums,
+    OutputRequest,
+    Outputs,
+    Position,
+    Request,
+    Reward,
+    Rollout,
+    Sample,
+    Transport,
+    WorkerContext,
+)
+from jackfield.config import RunConfig
+from jackfield.hookspecs import hookimpl
+from jackfield.shard import Shard, SyncReport
+from jackfield.worker import Worker
+from jackfield_workers.wire import pack, unpack
+
+PROMPT, RESPONSE = 1024, 1024
+SHARES = {"generate": 0.6, "forward": 0.1, "update": 0.3}
+"""How the 10 s of model work divide; the reference's forward pass is one."""
+
+
+class Rest(BackendConfig):
+    """How long the model work takes."""
+
+    seconds: float = 0.0
+    """Seconds of model work in one step."""
+
+
+class Sleeper(Backend):
+    """A model that takes its time and nothing else; data parallel."""
+
+    Config = Rest
+    config: Any
+
+    def setup(self, model: Any, optimizer: Any, context: WorkerContext) -> None:
+        self.context = context
+
+    @property
+    def position(self) -> Position:
+        return Position(self.context.rank, self.context.world_size)
+
+    def forward(self, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs]:
+        time.sleep(self.config.seconds * SHARES["forward"])
+        return [Outputs(log_probs=torch.zeros(m.tokens.shape)) for m in micro_batches]
+
+    def forward_backward(self, micro_batches: Sequence[Batch], loss: Loss) -> LossSums:
+        time.sleep(self.config.seconds * SHARES["update"])
+        return LossSums({"loss": torch.tensor(0.0), "tokens": torch.tensor(1.0)})
+
+    def optimizer_step(self) -> dict[str, float]:
+        return {"grad_norm": 1.0, "learning_rate": 1e-6}
+
+    def zero_grad(self) -> None: ...
+
+    def shards(self) -> list[Shard]:
+        return []
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export(self, folder: Path) -> None: ...
+
+
+class SleepingEngine(Engine):
+    """Samples of full length after a while."""
+
+    Config = Rest
+    config: Any
+
+    def setup(self, model: Any, context: WorkerContext) -> None:
+        self.context = context
+        self.tokens = [t % 1000 for t in range(RESPONSE)]
+        self.log_probs = [-(t % 7) / 3 for t in range(RESPONSE)]
+
+    @property
+    def position(self) -> Position:
+        return Position(self.context.rank, self.context.world_size)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Sample]:
+        time.sleep(self.config.seconds * SHARES["generate"])
+        for request in requests:
+            for index in range(len(request.seeds)):
+                yield Sample(request.id, index, list(self.tokens), list(self.log_probs), [self.version] * RESPONSE, "length")
+
+    def shards(self) -> list[Shard]:
+        return []
+
+    def weights_updated(self, version: int) -> None:
+        self.version = version
+
+
+class NoTransport(Transport):
+    """Says that it is done."""
+
+    def connect(self, source: Any, destination: Any, context: WorkerContext) -> None:
+        self.destination = destination
+
+    def sync(self, version: int) -> SyncReport:
+        self.destination.weights_updated(version)
+        return SyncReport(version)
+
+
+class Prompts(Dataset):
+    """Long prompts of numbers."""
+
+    def __len__(self) -> int:
+        return 1024
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"prompt": f"prompt {index}", "answer": "3"}
+
+
+class Draw(Reward):
+    """Scores that differ within a group."""
+
+    def score(self, records: Sequence[dict[str, Any]]) -> list[float]:
+        return [float(i % 3) for i in range(len(records))]
+
+
+class SimulatedGroup:
+    """Workers in this process; what they do is not counted as the controller's time, what travels is packed and unpacked."""
+
+    def __init__(self, config: RunConfig, size: int) -> None:
+        self.size, self.away = size, 0.0
+        self.workers = [Worker(config, torch.device("cpu"), rank, size) for rank in range(size)]
+
+    def _there(self, work: Any, packet: Any) -> Any:
+        start = time.process_time()
+        reply = pack(work(*unpack(packet)))
+        self.away += time.process_time() - start
+        return reply
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        packet = pack(args)
+        return [unpack(self._there(getattr(w, method), packet)) for w in self.workers]
+
+    def scatter(self, method: str, role: str | None, shares: Sequence[Any], *args: Any) -> list[Any]:
+        before = (role,) if role else ()
+        packets = [pack((*before, share, *args)) for share in shares]
+        return [unpack(self._there(getattr(w, method), p)) for w, p in zip(self.workers, packets, strict=True)]
+
+    def stream(self, method: str, shares: Sequence[Any]) -> Iterator[Any]:
+        for worker, share in zip(self.workers, shares, strict=True):
+            yield from unpack(self._there(lambda s, w=worker: list(getattr(w, method)(s)), pack((share,))))
+
+
+class Simulated(Launcher):
+    """Workers that are only simulated."""
+
+    class Config(ComponentConfig):
+        """How many."""
+
+        workers: int = 4
+        """Simulated workers."""
+
+    config: Any
+
+    def start(self, config: RunConfig, roles: Sequence[str]) -> dict[str, Any]:
+        self.group = SimulatedGroup(config, self.config.workers)
+        return dict.fromkeys(roles, self.group)
+
+    def stop(self) -> None: ...
+
+
+class Ids(Rollout):
+    """Token ids in, token ids out: no tokenizer, whose speed is not the controller's."""
+
+    @hookimpl
+    def rollout(self, run: Any, prompts: Any) -> Batch:
+        return self.collect(run, prompts)
+
+    def collect(self, run: Any, prompts: Any) -> Batch:
+        seeds = tuple(range(run.group_size))
+        before = np.arange(PROMPT) % 1000
+        requests = [Request(p.id, tuple(before.tolist()), seeds, run.sampling) for p in prompts]
+        found = {(s.request_id, s.index): s for s in run.policy.generate(requests)}
+        items = []
+        for prompt in prompts:
+            for index in seeds:
+                s = found[prompt.id, index]
+                arrays = (
+                    np.concatenate([before, s.tokens]),
+                    PROMPT,
+                    np.arange(PROMPT + len(s.tokens)) >= PROMPT,
+                    np.concatenate([np.zeros(PROMPT, np.float32), s.log_probs]),
+                    np.concatenate([np.full(PROMPT, -1, np.int32), s.versions]),
+                )
+                items.append(Trajectory(prompt, *arrays, s.finish_reason, {**prompt.record, "response": "text"}))
+        return Batch.from_trajectories(items, group_size=run.group_size)
+
+
+def settings(launcher: dict[str, Any], samples: int, seconds: float, steps: int, folder: str) -> RunConfig:
+    """A GRPO run with a reference policy; the group size is 8."""
+    here = str(Path(__file__).resolve())
+    return RunConfig(
+        dir=folder,
+        steps=steps,
+        policy={"model": "none", "backend": {"name": f"{here}:Sleeper", "seconds": seconds}, "micro_batch_tokens": 16384},
+        engine={"name": f"{here}:SleepingEngine", "seconds": seconds},
+        transport=f"{here}:NoTransport",
+        rollout=f"{here}:Ids",
+        dataset=f"{here}:Prompts",
+        rewards=[f"{here}:Draw"],
+        algorithm={"name": "grpo", "kl": {"coef": 0.01}},
+        sampling={"max_new_tokens": RESPONSE},
+        batch={"prompts": samples // 8, "group_size": 8},
+        launcher=launcher,
+        trackers=[],
+    )
+
+
+def measure(launcher: dict[str, Any], samples: int = 1024, seconds: float = 0.0, steps: int = 3) -> tuple[float, dict[str, float]]:
+    """(seconds of the last steps on average beyond the model work, the last step's times).
+
+    Where workers are simulated, CPU seconds of this process are counted, so that other processes on the host do not matter.
+    """
+    clock = time.process_time if "Simulated" in launcher["name"] else time.perf_counter
+    found: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(settings(launcher, samples, seconds, steps, folder))
+
+        class Watch:
+            @hookimpl
+            def step_end(self, run: Any, metrics: dict[str, float]) -> None:
+                found.append((clock(), getattr(run.policy.group, "away", 0.0)))
+
+        trainer.run.manager.register(Watch(), "watch")
+        run = trainer.train()
+        times = {n: v for n, v in run.metrics.items() if n.startswith("time/")}
+    steps_done = [(t2 - t1) - (a2 - a1) for (t1, a1), (t2, a2) in pairwise(found)]
+    return sum(steps_done) / len(steps_done) - seconds, times
+
+
+def main() -> None:
+    """Print a table."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--simulate", action="store_true")
+    options.add_argument("--profile", action="store_true")
+    options.add_argument("--samples", type=int, default=1024)
+    options.add_argument("--seconds", type=float, default=10.0)
+    options.add_argument("--steps", type=int, default=3)
+    options.add_argument("--workers", type=int, default=4)
+    options.add_argument("--launcher", default="fork")
+    given = options.parse_args()
+    simulated = {"name": f"{Path(__file__).resolve()}:Simulated"}
+    if given.profile:
+        profile = cProfile.Profile(time.process_time)
+        profile.runcall(measure, {**simulated, "workers": given.workers}, given.samples)
+        pstats.Stats(profile).sort_stats("cumulative").print_stats(70)
+        return
+    if given.simulate:
+        for workers in (1, 4, 16, 64):
+            over, times = measure({**simulated, "workers": workers}, given.samples, steps=given.steps)
+            print(
+                f"{workers:3} workers: {over:.3f} s a step on the controller  { ({n: round(t, 3) for n, t in times.items()}) }", flush=True
+            )
+        return
+    launcher = {"name": given.launcher, "workers": given.workers, "device": "cpu"}
+    over, times = measure(launcher, given.samples, given.seconds, given.steps)
+    share = over / (over + given.seconds)
+    print(f"{given.workers} workers, {given.samples} samples x {PROMPT + RESPONSE} tokens, {given.seconds:g} s of model work")
+    print(f"{over:.3f} s beyond it, {share:.2%} of the step; { ({n: round(t, 3) for n, t in times.items()}) }")
+
+
+if __name__ == "__main__":
+    main()
