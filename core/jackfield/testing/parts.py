@@ -157,7 +157,8 @@ class RolloutConformance:
 
         rollout, policy = build("rollout", self.rollout, self.config), ScriptedPolicy(64, EOS)
         config = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(path=str(model))), seed=1, rollout=None)
-        run: Any = SimpleNamespace(config=config, policy=policy, seed=1, step=step, dir=folder)
+        stream = SimpleNamespace(dataset=[dict(row) for row in self.rows])
+        run: Any = SimpleNamespace(config=config, policy=policy, prompts=stream, seed=1, step=step, dir=folder)
         run.sampling, run.group_size, run.metrics, run.tokenizer = SamplingConfig(max_new_tokens=8), self.group_size, {}, None
         if hasattr(rollout, "configure"):
             rollout.configure(run)
