@@ -1,0 +1,72 @@
+"""Documentation is held to the code."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from jackfield.config import RunConfig
+from jackfield.registry import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site():
+    spec = importlib.util.spec_from_file_location("site_tool", ROOT / "docs" / "tools" / "site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_hook_is_documented_under_its_exact_signature(site):
+    pages = site.generated()
+    for name in site.hook_names():
+        page = pages[f"hooks/{name}.md"]
+        assert f"def {site.signature(name)}" in page
+        assert len(page.split("```\n")[1].strip()) > 20, f"hook {name} has no description"
+        for argument in re.findall(r"\w+", site.signature(name).split("(")[1]):
+            assert f"| `{argument}` | " in page, f"argument {argument} of {name} is not explained"
+
+
+def test_each_hook_has_a_test(site):
+    text = "\n".join(p.read_text() for p in (ROOT / "tests").rglob("*.py"))
+    missing = [n for n in site.hook_names() if not re.search(rf"def {n}\(self|[\"']{n}[\"']", text)]
+    assert missing == []
+
+
+def test_each_kind_has_a_page(site):
+    pages = site.generated()
+    assert all(f"jackfield.{kind}" in pages[f"components/{kind}.md"] for kind in KINDS)
+    assert "| `forward_backward(micro_batches, loss)` | yes |" in pages["components/backend.md"]
+
+
+def test_each_field_is_in_the_reference_with_its_meaning(site):
+    page = site.generated()["config.md"]
+    for name in RunConfig.model_fields:
+        assert f"| `{name}` |" in page
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert all(line.rstrip("| ").split("|")[-1].strip() for line in rows), "a field has no meaning"
+    assert len(rows) <= 150, "a config of more than 150 fields is too large to read"
+
+
+def test_links_between_pages_lead_somewhere(site):
+    pages = set(site.generated()) | {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*") if p.is_file()}
+    lost = []
+    for path in (p for p in (ROOT / "docs").rglob("*.md") if "tools" not in p.parts):
+        for target in re.findall(r"\]\(([^)#:]+\.md)[^)]*\)", path.read_text()):
+            resolved = (path.parent / target).resolve()
+            if not resolved.is_relative_to(ROOT / "docs") or resolved.relative_to(ROOT / "docs").as_posix() not in pages:
+                lost.append(f"{path.name}: {target}")
+    assert lost == []
+
+
+def test_the_changelog_can_be_assembled(tmp_path):
+    spec = importlib.util.spec_from_file_location("changelog_tool", ROOT / "docs" / "tools" / "changelog.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "changelog.d").mkdir()
+    (tmp_path / "changelog.d" / "core.md").write_text("- One thing.\n")
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n### old\n\n- Gone.\n\n## 0.1.0\n\n- First.\n")
+    assert module.assemble(tmp_path) == "# Changelog\n\n## Unreleased\n\n### core\n\n- One thing.\n\n## 0.1.0\n\n- First.\n"
