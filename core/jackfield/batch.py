@@ -169,8 +169,6 @@ class Batch(TensorClass):
     def concat(parts: Sequence[Batch]) -> Batch:
         """Join batches of any widths, empty ones among them; the result is as wide as the widest."""
         parts = [part for part in parts if len(part)] or parts[:1]
-        if len(parts) == 1:
-            return parts[0]
         width = max(part.tokens.shape[1] for part in parts)
         joined: Any = torch.cat([part.pad_to(width) for part in parts])  # type: ignore[misc]
         return cast(Batch, joined)

@@ -44,10 +44,6 @@ class PlacedSpec(ComponentSpec):
     """Share the workers of this role (its name)."""
 
 
-def _engine(value: Any) -> Any:
-    return _lift(_spec(value), ("gpus", "colocate"))
-
-
 def _lift(value: Any, names: Sequence[str]) -> Any:
     if not isinstance(value, dict) or not isinstance(value.get("options", {}), dict):
         return value
@@ -182,7 +178,7 @@ class RunConfig(ComponentConfig):
     """The frozen reference; used only if the algorithm needs it."""
     critic: RoleConfig = RoleConfig()
     """The value model; used only if the algorithm needs it."""
-    engine: Annotated[PlacedSpec, BeforeValidator(_engine)] = PlacedSpec(name="hf")
+    engine: Annotated[PlacedSpec, BeforeValidator(lambda value: _lift(_spec(value), ("gpus", "colocate")))] = PlacedSpec(name="hf")
     """Generates the responses."""
     share_memory: bool = False
     """On a shared GPU: the engine gives its KV cache's memory to the trainer for the update, the trainer its optimizer states' to

@@ -6,7 +6,7 @@ import math
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from jackfield.batch import Batch
 from jackfield.components import Reward
 from jackfield.errors import JackfieldError, PluginError, ScoreError
 from jackfield.hookspecs import hookimpl
-
-if TYPE_CHECKING:
-    from jackfield.launcher import WorkerGroup
 
 
 class RewardHook:
@@ -110,8 +107,7 @@ class PlacedReward(Reward):
 
     isolated = True
 
-    def __init__(self, label: str, group: WorkerGroup) -> None:
-        super().__init__()
+    def __init__(self, label: str, group: Any) -> None:
         self.label, self.group = label, group
         group.call("setup_reward", label)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ class Role:
         """Outputs of the whole batch, [B, T] on the CPU, 0 outside `response_mask`."""
         mask = batch.response_mask
         some = mask.any(-1).nonzero()[:, 0]
-        whole: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = defaultdict(lambda: torch.zeros(mask.shape))
         if len(some):
             split, shares = self._split(batch.replace(records=None).keep(mask.any(-1)))
             results = self.group.scatter("forward", self.name, shares, request)
@@ -53,8 +54,6 @@ class Role:
                 for indices, out in zip(split[position.dp_rank], outputs or (), strict=False):
                     for name, value in vars(out).items():
                         if value is not None and indices:
-                            if name not in whole:
-                                whole[name] = torch.zeros(mask.shape)
                             whole[name][some[torch.tensor(indices)], : value.shape[1]] = value
         names = [n for n in ("log_probs", "entropy", "sum_pi_squared") if getattr(request, n)]
         return Outputs(**{n: torch.where(mask, whole[n], 0) if n in whole else torch.zeros(mask.shape) for n in {*names, *whole}})

@@ -77,9 +77,8 @@ class Trainer:
             if not settings.max_restarts:
                 raise
             print(f"{error}\nresuming by itself; {settings.max_restarts - 1} restarts are left after this one", file=sys.stderr, flush=True)
-        resume = "auto" if checkpoint.complete(self.config.dir) else settings.resume
-        again = settings.model_copy(update={"max_restarts": settings.max_restarts - 1, "resume": resume})
-        return type(self)(self.config.model_copy(update={"checkpoint": again})).train()
+        update = {"max_restarts": settings.max_restarts - 1} | ({"resume": "auto"} if checkpoint.complete(self.config.dir) else {})
+        return type(self)(self.config.model_copy(update={"checkpoint": settings.model_copy(update=update)})).train()
 
     def _train(self) -> Run:
         run, config = self.run, self.config
@@ -105,13 +104,9 @@ class Trainer:
         random.seed(config.seed)
         torch.manual_seed(config.seed)
         needs = run.algorithm.needs
-        wanted = {
-            "policy": True,
-            "reference": needs.reference,
-            "critic": needs.values,
-            "engine": config.engine.gpus or config.engine.colocate,
-        }
-        wanted |= {spec.label or spec.name: spec.gpus or spec.colocate for spec in config.rewards}
+        wanted = {"policy": True, "reference": needs.reference, "critic": needs.values}
+        placed = [("engine", config.engine), *((spec.label or spec.name, spec) for spec in config.rewards)]
+        wanted |= {name: bool(spec.gpus or spec.colocate) for name, spec in placed}
         groups = self.launcher.start(config, [role for role, here in wanted.items() if here])
         run.policy = Policy(groups, config)
         for name in ("reference", "critic"):
