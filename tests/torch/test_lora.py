@@ -90,4 +90,4 @@ class TestLaws(BackendConformance):
     component = "torch"
     options = {"lora": {"r": 4}}
 
-    def test_gradient_is_that_of_transformers(self): ...
+    test_gradient_is_that_of_transformers = None
