@@ -15,28 +15,22 @@ STAGES = ("rollout", "score", "filter", "advantage", "update")
 
 def plugins(manager: PluginManager) -> dict[str, dict[str, Any]]:
     """By name: the class, its distribution and version ("" for a single file), and the stage hooks that it implements."""
-    owners = {
-        e.target.partition(":")[0].partition(".")[0]: f"{e.distribution} {e.version}" for k in registry.KINDS for e in registry.entries(k)
-    }
+    entries = (e for kind in registry.KINDS for e in registry.entries(kind))
+    owners = {e.target.partition(":")[0].partition(".")[0]: f"{e.distribution} {e.version}" for e in entries}
     owners["jackfield"] = f"jackfield {__version__}"
     found = {}
     for name, plugin in manager.list_name_plugin():
         if plugin is not None:
             stages = [c.name for c in manager.get_hookcallers(plugin) or () if c.name in STAGES]
             component = type(getattr(plugin, "reward", plugin))
-            made = f"{component.__module__}:{component.__qualname__}"
-            found[name] = {
-                "class": made,
-                "distribution": owners.get(made.partition(":")[0].partition(".")[0], ""),
-                "stages": sorted(stages),
-            }
+            made, owner = f"{component.__module__}:{component.__qualname__}", owners.get(component.__module__.partition(".")[0], "")
+            found[name] = {"class": made, "distribution": owner, "stages": sorted(stages)}
     return found
 
 
 def compare(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]], *, strict: bool) -> list[str]:
     """What changed, in words. A plugin of a stage that came, went or changed its class is an error if `strict`; all else warns."""
-    changes: list[str] = []
-    grave: list[str] = []
+    changes, grave = list[str](), list[str]()
     for name in sorted({*before, *now}):
         old, new = before.get(name, {}), now.get(name, {})
         if old.get("class") != new.get("class"):

@@ -8,10 +8,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+from typing_extensions import deprecated
 
 import jackfield
 from jackfield import testing
-from jackfield.deprecation import JackfieldDeprecationWarning, JackfieldRemovedIn1Warning, deprecated
+from jackfield.errors import JackfieldDeprecationWarning, JackfieldRemovedIn1Warning
 from jackfield.hookspecs import Hooks
 
 SNAPSHOT = Path(__file__).with_name("public_surface.txt")
@@ -60,7 +61,7 @@ def test_the_public_surface_is_as_written_down():
 
 
 def test_deprecation_names_release_and_way_out():
-    @deprecated("jackfield.new_way")
+    @deprecated("old_way goes with jackfield 1.0: use jackfield.new_way", category=JackfieldRemovedIn1Warning)
     def old_way(x):
         return x + 1
 
