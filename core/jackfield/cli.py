@@ -20,11 +20,8 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, imported."""
-        found = super().get_command(ctx, cmd_name)
-        if found is None and any(e.name == cmd_name for e in registry.entries("command")):
-            loaded: click.Command = registry.load("command", cmd_name)
-            return loaded
-        return found
+        plugin = any(e.name == cmd_name for e in registry.entries("command"))
+        return super().get_command(ctx, cmd_name) or (registry.load("command", cmd_name) if plugin else None)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Names with their help; a plugin's command shows its distribution, so that help imports nothing."""

@@ -29,9 +29,5 @@ class ScoreError(Exception):
     """Why one sample has no score: a reward may return it in the score's place. Its text is shown as the traceback."""
 
 
-class JackfieldDeprecationWarning(DeprecationWarning):
-    """Something of the public surface will go (docs/api-policy.md): `@typing_extensions.deprecated("use ...", category=...)` gives it."""
-
-
-class JackfieldRemovedIn1Warning(JackfieldDeprecationWarning):
-    """It goes with release 1.0."""
+class JackfieldRemovedIn1Warning(DeprecationWarning):
+    """Something of the public surface goes with release 1.0; `@typing_extensions.deprecated("use ...", category=...)` gives it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pluggy
@@ -51,34 +52,29 @@ class PluginManager(pluggy.PluginManager):
                     hint = f"did you mean {near[0]!r}?" if near else "see docs/hooks for the hooks there are"
                     raise PluginError(f"plugin {self.get_name(plugin)!r} implements an unknown hook {caller.name!r}; {hint}")
 
+    @contextlib.contextmanager
+    def _guard(self, plugin: str, hook: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        except JackfieldError:
+            raise
+        except Exception as error:
+            raise PluginError(f"plugin {plugin!r} raised in hook {hook!r}: {type(error).__name__}: {error}") from error
+        finally:
+            self.seconds[plugin, hook] += time.perf_counter() - start
+
     def _isolated(self, function: Callable[..., Any], plugin: str, hook: str, wrapper: bool) -> Callable[..., Any]:
         """The one place where plugin code is isolated: its exception becomes a PluginError that says whose it is."""
 
-        def named(error: Exception) -> PluginError:
-            return PluginError(f"plugin {plugin!r} raised in hook {hook!r}: {type(error).__name__}: {error}")
-
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            start = time.perf_counter()
-            try:
+            with self._guard(plugin, hook):
                 return function(*args)
-            except JackfieldError:
-                raise
-            except Exception as error:
-                raise named(error) from error
-            finally:
-                self.seconds[plugin, hook] += time.perf_counter() - start
 
         @functools.wraps(function)
         def call_wrapper(*args: Any) -> Generator[Any, Any, Any]:
-            start = time.perf_counter()
-            try:
+            with self._guard(plugin, hook):
                 return (yield from function(*args))
-            except JackfieldError:
-                raise
-            except Exception as error:
-                raise named(error) from error
-            finally:
-                self.seconds[plugin, hook] += time.perf_counter() - start
 
         return call_wrapper if wrapper else call

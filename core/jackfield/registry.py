@@ -129,22 +129,20 @@ def _import_message(kind: str, name: str, error: Exception) -> str:
 
 
 def _checked(kind: str, source: str, found: Any) -> Any:
-    import inspect
-
     from jackfield import components as C
 
     api = getattr(found, "api", JACKFIELD_API)
     if not OLDEST_API <= api <= JACKFIELD_API:
         spoken = f"{source} needs plugin API {api}, this jackfield speaks {OLDEST_API} to {JACKFIELD_API}"
         raise PluginError(f"{spoken}: upgrade {'jackfield' if api > JACKFIELD_API else 'the plugin'}")
-    base = {c.kind: c for c in vars(C).values() if inspect.isclass(c) and issubclass(c, C.Component) and hasattr(c, "kind")}.get(kind)
+    base = {c.kind: c for c in vars(C).values() if isinstance(c, type) and issubclass(c, C.Component) and hasattr(c, "kind")}.get(kind)
     if kind == "algorithm":
         from jackfield.algorithm import Algorithm
 
         base = Algorithm
-    if base is None or (kind == "reward" and not inspect.isclass(found)):
+    if base is None or (kind == "reward" and not isinstance(found, type)):
         return found
-    if not (inspect.isclass(found) and issubclass(found, base)):
+    if not (isinstance(found, type) and issubclass(found, base)):
         raise PluginError(f"{source} is {found!r}, not a {base.__name__}: derive it from jackfield.{base.__name__}")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
@@ -154,8 +152,6 @@ def _checked(kind: str, source: str, found: Any) -> Any:
 
 def build(kind: str, spec: ComponentSpec) -> Any:
     """A component from its spec, its options validated. A plain function named as a reward becomes reward `function`."""
-    import inspect
-
     from pydantic import ValidationError
 
     from jackfield import components as C
@@ -163,12 +159,12 @@ def build(kind: str, spec: ComponentSpec) -> Any:
 
     found = load(kind, spec.name)
     options = spec.options
-    if kind == "reward" and not inspect.isclass(found):
+    if kind == "reward" and not isinstance(found, type):
         found, options = load(kind, "function"), {"function": spec.name, **options}
-    if not (inspect.isclass(found) and issubclass(found, C.Component)):
+    if not (isinstance(found, type) and issubclass(found, C.Component)):
         if options:
             raise PluginError(f"{kind} {spec.name!r} takes no options, but got {', '.join(options)}: derive it from jackfield.Component")
-        return found() if inspect.isclass(found) else found
+        return found() if isinstance(found, type) else found
     try:
         config = found.Config(**options)
     except ValidationError as error:

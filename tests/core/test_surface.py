@@ -12,7 +12,7 @@ from typing_extensions import deprecated
 
 import jackfield
 from jackfield import testing
-from jackfield.errors import JackfieldDeprecationWarning, JackfieldRemovedIn1Warning
+from jackfield.errors import JackfieldRemovedIn1Warning
 from jackfield.hookspecs import Hooks
 
 SNAPSHOT = Path(__file__).with_name("public_surface.txt")
@@ -69,7 +69,7 @@ def test_deprecation_names_release_and_way_out():
         assert old_way(1) == 2
     assert caught[0].filename == __file__, "the warning must point at the caller"
     with warnings.catch_warnings():
-        warnings.simplefilter("error", JackfieldDeprecationWarning)
+        warnings.simplefilter("error", JackfieldRemovedIn1Warning)
         with pytest.raises(JackfieldRemovedIn1Warning):
             old_way(1)
 
