@@ -135,6 +135,8 @@ class Shape:
     tied: bool
     max_positions: int
     qkv_bias: bool
+    pad_id: int | None = None
+    """Token whose embedding transformers never trains as an input (`padding_idx`), even where it was sampled."""
     experts: int = 0
     """0 for a dense model."""
     expert_ffn: int = 0
@@ -218,5 +220,6 @@ def read_shape(hf: Any) -> Shape:
         tied=bool(hf.tie_word_embeddings),
         max_positions=hf.max_position_embeddings,
         qkv_bias=family == "qwen2",
+        pad_id=None if hf.pad_token_id is None else hf.pad_token_id % hf.vocab_size,
         **moe,
     )

@@ -180,6 +180,7 @@ class Model(LanguageModule):
         self.vp_stage = vp_stage
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process, self.head = pre_process, post_process, head
+        self.pad_id = shape.pad_id
         self.share_embeddings_and_output_weights = shape.tied and head == "lm"
         tp_group = parallel_state.get_tensor_model_parallel_group()
         if pre_process:
@@ -215,6 +216,16 @@ class Model(LanguageModule):
         first = tp_group.rank() * rows
         self.vocabulary = Vocabulary(tp_group, first, max(0, min(rows, shape.vocab - first)), options.logits_chunk)
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.embedding(input_ids=tokens, position_ids=None)
+        if self.pad_id is None:
+            return hidden
+        padding = (tokens == self.pad_id).t()
+        if self.config.sequence_parallel:
+            group = self.vocabulary.group
+            padding = padding.chunk(group.size())[group.rank()]
+        return torch.where(padding[..., None], hidden.detach(), hidden).contiguous()
+
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Called by Megatron's schedules with what the previous stage sent."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
@@ -222,7 +233,7 @@ class Model(LanguageModule):
     def forward(self, tokens: Tensor, geometry: Geometry, wanted: Tensor, labels: Tensor, request: OutputRequest) -> Any:
         """`tokens` int64 [b, s] of this context-parallel rank. The last stage returns (log_probs, entropy, sum p^2) or (values,),
         float32 [N] each, for the N positions `wanted` (indices into [s x b]) and their `labels`; others the hidden states."""
-        hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
+        hidden = self._embed(tokens) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=geometry)
         if not self.post_process:
             return hidden
