@@ -58,8 +58,7 @@ def _scan(state: tuple[tuple[str, int], ...]) -> list[Entry]:
             for point in dist.entry_points:
                 kind = point.group.removeprefix("jackfield.")
                 if kind in KINDS and kind != point.group:
-                    entry = Entry(kind, point.name, point.value, dist.name, dist.version, point)
-                    found.setdefault((kind, point.name, dist.name), entry)
+                    found.setdefault((kind, point.name, dist.name), Entry(kind, point.name, point.value, dist.name, dist.version, point))
     return sorted(found.values(), key=lambda e: (e.kind, e.name, e.distribution))
 
 
