@@ -64,7 +64,8 @@ def measured(name: str, curves: Curves, command: str) -> list[str]:
     for seed, values in sorted(curves[name].items()):
         means = [sum(values[i : i + 10]) / 10 for i in range(len(values) - 9)]
         rows.append(f"| {seed} | {means[0]:.2f} | {means[-1]:.2f} | {max(means):.2f} |")
-    said = f"Mean reward on the quickstart's task (`{command} --algorithms {name}`; all curves are in `curves.json`):"
+    steps = max(len(values) for values in curves[name].values())
+    said = f"Mean reward on the quickstart's task (`{command} --steps {steps} --algorithms {name}`; all curves are in `curves.json`):"
     return ["## Measured", said, f"![Reward by step]({name}.svg)", "\n".join(rows)]
 
 
