@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from jackfield import registry
-from jackfield.algorithm import AlgorithmConfig, ClippedConfig, KLConfig
+from jackfield.algorithm import AlgorithmConfig, KLConfig
+from jackfield_estimators import ClippedConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "algorithms"
 Curves = dict[str, dict[str, list[float]]]
