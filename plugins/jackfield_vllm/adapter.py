@@ -157,6 +157,15 @@ class Output:
     """Finish reason, or None while it goes on."""
 
 
+def _share_expert_group() -> None:
+    """Let an MoE model follow a dense one in this process: vLLM makes the expert group only with the first engine's groups, and only
+    for experts. Without vLLM's own data parallelism it spans the same ranks as the tensor-parallel group."""
+    from vllm.distributed import parallel_state as state
+
+    if getattr(state, "_EP", None) is None and getattr(state, "_TP", None) is not None:
+        state._EP = state._TP
+
+
 class Core:
     """vLLM's engine core in this process: samples go in by key, tokens come out step by step."""
 
@@ -168,6 +177,7 @@ class Core:
         if unknown := sorted(set(arguments) - known):
             raise ConfigError(f"engine.args: this vLLM's EngineArgs has no {', '.join(unknown)}")
         world = arguments["tensor_parallel_size"]
+        _share_expert_group()
         with contained(), named_run(world), plain_cpu_linears() if plain_linears else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._client = self._engine.engine_core
