@@ -105,6 +105,11 @@ class MegatronBackend(Backend):
 
             self.updater = Updater(self.modules, self.config, self.layout, optimizer, self.device)
             self.chunks = self.updater.chunks
+            if self.config.dtype != "float32" and self._source is not None:
+                # what the weights lose in their type the masters keep (law 27)
+                for parameter, value in weights.float32(self.places, self._source, optional=(families.VALUE_HEAD,)):
+                    self.updater.states.set_weight(parameter, value)
+        self._source = None
         self._position = Position(
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=self.layout.dp,
@@ -155,13 +160,13 @@ class MegatronBackend(Backend):
         for module in self.modules:
             for parameter in module.parameters():
                 parameter.data[...] = parameter.data if self.config.draw_on_device else 0
-        if self.model_config.init == "random":
-            if self.config.draw_on_device:
-                return
-            source: Any = weights.random_weights(self.hf_config, self.context.seed)
-        else:
-            source = weights.Folder(self.folder)
-        weights.load(self.places, source, optional=(families.VALUE_HEAD,))
+        self._source: Any = None
+        if self.model_config.init == "pretrained":
+            self._source = weights.Folder(self.folder)
+        elif not self.config.draw_on_device:
+            self._source = weights.random_weights(self.hf_config, self.context.seed)
+        if self._source is not None:
+            weights.load(self.places, self._source, optional=(families.VALUE_HEAD,))
 
     @_in_layout
     def shards(self) -> list[Shard]:

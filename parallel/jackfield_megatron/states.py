@@ -63,6 +63,13 @@ class States:
             result[kind] = whole.view(parameter.shape)
         return result
 
+    def set_weight(self, parameter: Tensor, whole: Tensor) -> None:
+        """Write the float32 weight."""
+        local = self._local(parameter)
+        if local is not None:
+            _, main, where = local
+            main.data.copy_(whole.flatten()[where].view(main.shape))
+
     def restore(self, items: Sequence[tuple[Tensor, dict[str, Tensor]]], steps: int) -> None:
         """Write weights and moments (whole, by parameter); every parameter gets a step count of its own."""
         for part in self.parts:
@@ -71,13 +78,11 @@ class States:
                 if "step" in group:
                     group["step"] = steps
         for parameter, tensors in items:
+            self.set_weight(parameter, tensors["weight"])
             local = self._local(parameter)
-            if local is None:
+            if local is None or not steps:
                 continue
             adam, main, where = local
-            main.data.copy_(tensors["weight"].flatten()[where].view(main.shape))
-            if not steps:
-                continue
             group = next(g for g in adam.param_groups if any(p is main for p in g["params"]))
             state = {k: tensors[k].flatten()[where].view(main.shape).to(main.device) for k in ("exp_avg", "exp_avg_sq")}
             if "step" not in group:

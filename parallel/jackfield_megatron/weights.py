@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,27 @@ def random_weights(config: Any, seed: int) -> Memory:
 @torch.no_grad()
 def load(items: Sequence[Place], source: Folder | Memory, *, optional: Sequence[str] = ()) -> None:
     """Fill the places. Names in `optional` stay as they are where the source lacks them. Raises DataError."""
+    for place, box in _boxes(items, source, optional):
+        place.tensor.copy_(box)
+
+
+@torch.no_grad()
+def float32(items: Sequence[Place], source: Folder | Memory, *, optional: Sequence[str] = ()) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter with its values in float32, for masters that are more precise than the weights; padding rows are 0."""
+    last: Tensor | None = None
+    whole = torch.empty(0)
+    for place, box in _boxes(items, source, optional):
+        if place.parameter is not last:
+            if last is not None:
+                yield last, whole
+            last, whole = place.parameter, torch.zeros(place.parameter.shape)
+        block = whole[place.rows]
+        block.copy_(box.reshape(block.shape))
+    if last is not None:
+        yield last, whole
+
+
+def _boxes(items: Sequence[Place], source: Folder | Memory, optional: Sequence[str]) -> Iterator[tuple[Place, Tensor]]:
     known = set(source.names())
     for place in items:
         if place.name in known:
@@ -103,7 +124,7 @@ def load(items: Sequence[Place], source: Folder | Memory, *, optional: Sequence[
             continue
         else:
             raise DataError(f"the checkpoint has no tensor {place.name}" + (f" nor {place.file}" if place.file != place.name else ""))
-        place.tensor.copy_(box.reshape(place.size))
+        yield place, box.reshape(place.size)
 
 
 class Writer:

@@ -37,7 +37,7 @@ class PolicyLoss:
         mask = batch.loss_mask
         log_probs, entropy = torch.where(mask, outputs.log_probs, 0), torch.where(mask, outputs.entropy, 0)
         old, advantages = torch.where(mask, batch.old_log_probs, 0), torch.where(mask, batch.advantages, 0)
-        ratio = (log_probs - old).clamp(-1, 1).exp()
+        ratio = (log_probs - old).tanh().exp()  # smooth: a clip would make rounding visible
         loss = ((-advantages * ratio - 0.1 * entropy) * batch.loss_scale).sum()
         return loss, LossSums({"loss": loss.detach(), "tokens": mask.sum()}, {"ratio": torch.where(mask, ratio, 0).detach().amax()})
 

@@ -275,6 +275,29 @@ def test_handing_memory_over_does_not_show(dtype: str, tmp_path: Path) -> None:
     assert freed >= 4 * weights
 
 
+# ---- masters ---------------------------------------------------------------------------------------------------------------------
+def _masters(rank: int, world: int, folder: Path, batch: Any, options: dict[str, Any]) -> Any:
+    options = {"dtype": "bfloat16"} | options
+    backend = R.build(folder, rank, world, options, optimizer=OptimizerConfig(lr=0.0, weight_decay=0.1))
+    mine = R.share(batch, backend.position.dp_rank, backend.position.dp_size, 1)
+    backend.forward_backward(mine, R.PolicyLoss())
+    assert backend.optimizer_step()["grad_norm"] > 0
+    with backend.groups.installed():
+        return R.boxes(backend, {p.parameter: backend.updater.states.gather(p.parameter, 0)["weight"] for p in backend.places})
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_masters_keep_what_bfloat16_loses(options: dict[str, Any], tmp_path: Path) -> None:
+    """Law 27: after a step with rate 0 the float32 masters are the float32 checkpoint, bit for bit; split over DP as well as whole."""
+    from safetensors.torch import load_file
+
+    folder = tiny_model(tmp_path / "model", "qwen2", vocab=61)
+    want = load_file(folder / "model.safetensors")
+    got = R.assemble(run_ranks(2, _masters, 2, folder, random_batch(4, vocab=61), options))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------------
 ERRORS = [
     ({"tp": 2, "pp": 2}, 6, {}, r"6 workers are not divisible by tp 2 x pp 2 x cp 1 = 4"),
