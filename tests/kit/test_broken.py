@@ -184,7 +184,7 @@ class DoublingLauncher(LocalLauncher):
 class Scaled(LocalGroup):
     def scatter(self, method, role, shares, *args):
         if method == "update":
-            shares = [[m.replace(loss_scale=m.loss_scale / 2) for m in share] for share in shares]
+            shares = [(batch.replace(loss_scale=batch.loss_scale / 2), bins) for batch, bins in shares]
         return super().scatter(method, role, shares, *args)
 
 

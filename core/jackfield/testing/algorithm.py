@@ -25,7 +25,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from jackfield import functional as F
-from jackfield import registry
+from jackfield import microbatch, registry
 from jackfield.algorithm import Algorithm
 from jackfield.batch import Batch
 from jackfield.components import LossSums, OutputRequest, Outputs, Position
@@ -78,7 +78,7 @@ class Table:
         loss, results, total = BoundLoss(self.algorithm, str(role), request), list[Any](), torch.zeros(())
         for share in shares:
             sums = LossSums()
-            for micro_batch in share:
+            for micro_batch in microbatch.cut(share, torch.device("cpu")):
                 value, part = loss(self.outputs(micro_batch, loss.request), micro_batch)
                 sums.add(part)
                 if self.joint:

@@ -147,7 +147,9 @@ class Ranks:
         return self.scatter(method, [args] * self.world_size)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; alone, the process group that a sharded backend made for itself, which later forks would inherit."""
+        if self.local is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         for process in [] if self.local is not None else self.processes:
             process.kill()
             process.join()
