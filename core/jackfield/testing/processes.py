@@ -18,6 +18,7 @@ from jackfield import microbatch, registry
 from jackfield.batch import Batch
 from jackfield.components import Backend, LossSums, OutputRequest, Outputs, Position, WorkerContext
 from jackfield.config import ComponentSpec, ModelConfig, OptimizerConfig
+from jackfield.testing.ranks import forget_process_group
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Rank:
 
 def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
+    forget_process_group()
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     me = Rank(rank, world_size)
     while True:

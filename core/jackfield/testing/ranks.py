@@ -52,6 +52,15 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world)]
 
 
+def forget_process_group() -> None:
+    """In a forked child: drop the process group that a backend of one rank made in the parent, so that the child can join another."""
+    from torch.distributed import distributed_c10d as c10d
+
+    if c10d.is_initialized():
+        c10d._update_default_pg(None)
+        c10d._world = c10d._World()
+
+
 def _child(rank: int, world: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     status = 1
     try:
@@ -59,6 +68,7 @@ def _child(rank: int, world: int, folder: Path, function: Callable[..., Any], ar
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        forget_process_group()
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)  # type: ignore[attr-defined]
         result = function(rank, *args)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
