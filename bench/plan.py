@@ -13,6 +13,7 @@ import resource
 import time
 
 import numpy as np
+from shapes import SHAPES
 
 from jackfield_reshard.classes import between
 from jackfield_reshard.families import tensors
@@ -20,41 +21,14 @@ from jackfield_reshard.layout import Layout
 from jackfield_reshard.plan import plan
 from jackfield_reshard.topology import Topology
 
-LLAMA_70B = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-}
-
 
 def cases() -> list[tuple[str, dict, Layout, Layout]]:
     """(name, model, training layout, engine layout)."""
-    out = [("llama-70b", LLAMA_70B, Layout("megatron", tp=8, pp=8), Layout("vllm", tp=8, dp=8, vocabulary_multiple=64))]
+    out = [("llama-70b", SHAPES["llama-70b"], Layout("megatron", tp=8, pp=8), Layout("vllm", tp=8, dp=8, vocabulary_multiple=64))]
     for gpus in (256, 512, 1024, 2048, 4096):
         train = Layout("megatron", tp=4, pp=16, dp=gpus // 64, ep=min(64, gpus // 16))
         serve = Layout("vllm", tp=1, dp=gpus, ep=256, vocabulary_multiple=64)
-        out.append(("deepseek-v3", DEEPSEEK_V3, train, serve))
+        out.append(("deepseek-v3", SHAPES["deepseek-v3"], train, serve))
     return out
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from shapes import SHAPES
 
 from jackfield.components import WorkerContext
 from jackfield.shard import Shard
@@ -34,10 +35,6 @@ from jackfield_reshard.plan import plan
 from jackfield_reshard.sides import holding, stages
 from jackfield_reshard.topology import Topology
 
-REAL = {
-    "llama-2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "llama-2-13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
-}
 BUCKET = 64 << 20
 
 
@@ -179,8 +176,8 @@ def process(rank: int, args: argparse.Namespace, store: str) -> None:
 
 def shapes_only() -> None:
     """Bytes that each GPU receives, by both ways, at the shapes of real models; nothing is allocated."""
-    for name, sizes in REAL.items():
-        table = tensors({"vocab_size": 32000, **sizes})
+    for name in ("llama-2-7b", "llama-2-13b"):
+        table = tensors(SHAPES[name])
         for tp, pp, serve in ((2, 2, 2), (4, 2, 4), (8, 1, 4), (8, 2, 8)):
             train, target = Layout("megatron", tp=tp, pp=pp), Layout("vllm", tp=serve, dp=tp * pp // serve)
             if any(t.cut in ("heads", "kv") and t.units % max(tp, serve) for t in table):
@@ -190,7 +187,7 @@ def shapes_only() -> None:
             held = sum(
                 int(holding(t, train, where).volume.sum()) * len(layers) * 2
                 for t in table
-                for layers, where in stages(t, train, sizes["num_hidden_layers"])
+                for layers, where in stages(t, train, SHAPES[name]["num_hidden_layers"])
             )
             gathered = model - held / train.world
             ours = made.bytes_sent / train.world

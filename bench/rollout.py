@@ -22,20 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import RUNNABLE, write_config
 
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "initializer_range": 0.02,
-}
-LLAMA = {**QWEN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10000.0, "max_position_embeddings": 8192}
 FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -45,24 +33,7 @@ FIELDS = (
     "vocab_size",
     "tie_word_embeddings",
 )
-SHAPES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
-    "tiny": (LLAMA, (128, 256, 2, 4, 2, 512, True)),
-    "135m": (LLAMA, (576, 1536, 30, 9, 3, 49152, True)),
-    "0.5b": (QWEN, (896, 4864, 24, 14, 2, 151936, True)),
-    "1.5b": (QWEN, (1536, 8960, 28, 12, 2, 151936, True)),
-    "7b": (QWEN, (3584, 18944, 28, 28, 4, 152064, False)),
-}
-"""Qwen2.5's and SmolLM2's shapes."""
 SIDES = ("ours", "raw", "raw_tuned", "hf")
-
-
-def make_model(name: str, folder: Path) -> dict[str, Any]:
-    """Write a config.json of the shape; no weights, no tokenizer."""
-    base, values = SHAPES[name]
-    config = {**base, **dict(zip(FIELDS, values, strict=True))}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return config
 
 
 def uniform(count: int, prompt: int, response: int) -> list[tuple[list[int], int]]:
@@ -127,7 +98,7 @@ def loads_for(cuda: bool, quick: bool) -> dict[str, list[tuple[list[int], int]]]
 def main() -> None:
     """Run everything, print the table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=RUNNABLE)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--repetitions", type=int, default=None)
@@ -149,7 +120,7 @@ def main() -> None:
     print(f"{name}: copy {machine['bandwidth'] / 1e9:.0f} GB/s, matrix product {machine['flops'] / 1e12:.1f} TFLOP/s, {dtype}")
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes or (["0.5b"] if cuda else ["135m"]):
-            config = make_model(shape, Path(folder, shape))
+            config = write_config(shape, Path(folder, shape))
             job = {"cuda": cuda, "model": str(Path(folder, shape)), "dtype": dtype, "loads": loads, "repetitions": repetitions}
             job |= {"max_len": -(-longest // 64) * 64, "memory": 0.8 if cuda else 0.2, "kv_bytes": 2**31}
             found = {s: side({**job, "side": s.removesuffix("_tuned"), "options": options(s, cuda)}, args.timeout) for s in args.sides}

@@ -12,6 +12,8 @@ import argparse
 import json
 import math
 
+from shapes import SHAPES
+
 from jackfield_reshard.classes import between
 from jackfield_reshard.families import tensors
 from jackfield_reshard.layout import Layout
@@ -19,50 +21,6 @@ from jackfield_reshard.plan import plan
 from jackfield_reshard.simulate import gather_everything, simulate
 from jackfield_reshard.topology import Topology
 
-LLAMA_70B = {
-    "vocab_size": 32000,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-}
-QWEN3_30B = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-}
-QWEN3_235B = QWEN3_30B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-}
 PUBLISHED = {
     "qwen3-30b": "verl about 7 s (32 GPUs), NeMo-RL 0.48 to 1.0 s, slime 7 s",
     "qwen3-235b": "verl 246 to 266 s full, 11 to 15 s delta; NeMo-RL 4.6 to 4.9 s; vLLM 3.3 s (8 to 8 H100)",
@@ -70,21 +28,19 @@ PUBLISHED = {
 }
 
 
-def cases() -> list[tuple[str, dict, Layout, Layout, bool]]:
-    """(model, config, training layout, engine layout, separate GPUs)."""
-    out: list[tuple[str, dict, Layout, Layout, bool]] = []
+def cases() -> list[tuple[str, Layout, Layout, bool]]:
+    """(model, training layout, engine layout, separate GPUs)."""
+    out: list[tuple[str, Layout, Layout, bool]] = []
     for gpus in (8, 64, 512, 4096):
         tp, pp = (8, 1) if gpus == 8 else (8, 8)
-        out.append(
-            ("llama-70b", LLAMA_70B, Layout("megatron", tp=tp, pp=pp, dp=gpus // (tp * pp)), Layout("vllm", tp=8, dp=gpus // 8), False)
-        )
-    out.append(("qwen3-30b", QWEN3_30B, Layout("megatron", tp=4, dp=4, ep=8), Layout("vllm", tp=4, dp=4, ep=4), True))
-    out.append(("qwen3-235b", QWEN3_235B, Layout("megatron", tp=4, pp=8, dp=4, ep=8), Layout("vllm", tp=4, dp=32, ep=8), False))
-    out.append(("qwen3-235b", QWEN3_235B, Layout("megatron", tp=4, pp=8, dp=4, ep=8), Layout("vllm", tp=4, dp=16, ep=8), True))
+        out.append(("llama-70b", Layout("megatron", tp=tp, pp=pp, dp=gpus // (tp * pp)), Layout("vllm", tp=8, dp=gpus // 8), False))
+    out.append(("qwen3-30b", Layout("megatron", tp=4, dp=4, ep=8), Layout("vllm", tp=4, dp=4, ep=4), True))
+    out.append(("qwen3-235b", Layout("megatron", tp=4, pp=8, dp=4, ep=8), Layout("vllm", tp=4, dp=32, ep=8), False))
+    out.append(("qwen3-235b", Layout("megatron", tp=4, pp=8, dp=4, ep=8), Layout("vllm", tp=4, dp=16, ep=8), True))
     for gpus in (256, 1024, 4096):
         train = Layout("megatron", tp=4, pp=16, dp=gpus // 64, ep=min(64, gpus // 16))
-        out.append(("deepseek-v3", DEEPSEEK_V3, train, Layout("vllm", tp=8, dp=gpus // 8, ep=gpus if gpus <= 256 else 256), False))
-    out.append(("deepseek-v3", DEEPSEEK_V3, Layout("megatron", tp=4, pp=16, dp=4, ep=16), Layout("vllm", tp=8, dp=16, ep=128), True))
+        out.append(("deepseek-v3", train, Layout("vllm", tp=8, dp=gpus // 8, ep=gpus if gpus <= 256 else 256), False))
+    out.append(("deepseek-v3", Layout("megatron", tp=4, pp=16, dp=4, ep=16), Layout("vllm", tp=8, dp=16, ep=128), True))
     return out
 
 
@@ -98,9 +54,9 @@ def main() -> None:
     parser.add_argument("--place", choices=("identity", "overlap"), default="identity")
     args = parser.parse_args()
     rates = {"nvlink": args.nvlink * 1e9, "network": args.network * 1e9, "memory": args.memory * 1e9, "gpus_per_node": args.gpus_per_node}
-    for name, config, train, serve, apart in cases():
+    for name, train, serve, apart in cases():
         topology = (Topology.separate if apart else Topology.colocated)(train.world, serve.world, **rates)
-        table = tensors(config)
+        table = tensors(SHAPES[name])
         made = plan(between(table, train, serve, fused_qkv=False), topology, args.place)
         proof = made.prove()
         model = sum(math.prod(t.shape) * len(t.layers) * 2 for t in table)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from shapes import RUNNABLE, SHAPES
 
 from jackfield.components import WorkerContext
 from jackfield_reshard.families import Tensor, tensors
@@ -30,14 +31,6 @@ from jackfield_reshard.ipc import Ipc
 from jackfield_reshard.layout import Layout
 from jackfield_reshard.materialise import Weights, materialise
 from jackfield_reshard.transports import P2P, Alias, Resharding
-
-LLAMA_2 = {"model_type": "llama", "vocab_size": 32000}
-MODELS = {
-    "tiny": LLAMA_2
-    | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
-    "llama-2-7b": LLAMA_2 | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "llama-2-13b": LLAMA_2 | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
-}
 
 
 def milliseconds(work: Callable[[], Any], device: torch.device, repeat: int) -> float:
@@ -134,7 +127,7 @@ def between(args: argparse.Namespace) -> None:
 def _process(rank: int, args: argparse.Namespace, store: str) -> None:
     device = torch.device(args.device)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    table = tensors(MODELS[args.model])
+    table = tensors(SHAPES[args.model])
     layout = Layout("vllm", vocabulary_multiple=64) if rank else Layout("torch")
     own = Weights(materialise(table, layout, 0, None, args.dtype, args.device))
     fill(own)
@@ -154,7 +147,7 @@ def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama-2-13b")
+    parser.add_argument("--model", choices=RUNNABLE, default="llama-2-13b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--ipc", action="store_true", help="two processes that share the device: transport ipc")
@@ -165,7 +158,7 @@ def main() -> None:
         return
     if device.type == "cuda":
         print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": args.model}), flush=True)
-    switch(tensors(MODELS[args.model]), device, args.dtype, args.repeat)
+    switch(tensors(SHAPES[args.model]), device, args.dtype, args.repeat)
 
 
 if __name__ == "__main__":

@@ -23,35 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shapes import SHAPES, write_config
+
 ROOT = Path(__file__).resolve().parent.parent
 SHELVES = [str(ROOT / shelf) for shelf in ("core", "parallel", "plugins", "algorithms")]
 
-BASE: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 32768,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "use_sliding_window": False,
-}
-
-
-def _shape(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return BASE | sizes | {"num_key_value_heads": kv_heads, "vocab_size": vocab, "tie_word_embeddings": tied}
-
-
-SHAPES = {
-    "tiny": _shape(64, 128, 2, 4, 2, 256, True),
-    "0.5b": _shape(896, 4864, 24, 14, 2, 151936, True),
-    "1.5b": _shape(1536, 8960, 28, 12, 2, 151936, True),
-    "7b": _shape(3584, 18944, 28, 28, 4, 152064, False),
-}
 CASES = [
     # shape, backend, batch form, recomputation, tokens in a micro-batch
     ("1.5b", "megatron", "packed", "none", 16384),
@@ -201,7 +177,7 @@ def run_case(shape: str, backend: str, form: str, recompute: str, tokens: int, *
     rate = matrix_rate(device, 8192 if device.type == "cuda" else 256)
     settings = SHAPES[shape]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        write_config(shape, Path(folder))
         trainer = build(backend, form, recompute, Path(folder), device)
     lengths = micro_batches(form, tokens, length, count)
     every = [n for part in lengths for n in part]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout import SHAPES, make_model
+from shapes import RUNNABLE, write_config
 
 from jackfield.batch import Batch, Prompt, Trajectory
 from jackfield.components import OutputRequest, Request, WorkerContext
@@ -61,7 +61,7 @@ def gap(backend: TorchBackend, engine: VLLM, version: int, device: torch.device)
 def main() -> None:
     """Set up, connect, step, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="0.5b" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--shape", choices=RUNNABLE, default="0.5b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--out", type=Path)
@@ -72,7 +72,7 @@ def main() -> None:
     context = WorkerContext("policy", device, 0, dtype=dtype)
     report: dict[str, Any] = {"shape": args.shape, "dtype": dtype, "machine": torch.cuda.get_device_name() if cuda else "cpu", "steps": []}
     with tempfile.TemporaryDirectory() as folder:
-        make_model(args.shape, Path(folder))
+        write_config(args.shape, Path(folder))
         model = ModelConfig(path=folder, init="random")
         backend = TorchBackend(TorchBackend.Config(dtype=dtype))
         backend.setup(model, OptimizerConfig(lr=1e-4), context)
