@@ -21,6 +21,7 @@ from jackfield_megatron import families, fused, placement, shim, weights
 from jackfield_megatron.config import MegatronConfig, resolve
 from jackfield_megatron.groups import Groups
 from jackfield_megatron.inputs import Inputs, Rope, prepare
+from jackfield_reshard.modules import Unmoved, held
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -95,6 +96,8 @@ class MegatronBackend(Backend):
         self.rope = Rope(*rotary(self.hf_config, self.device), getattr(torch, self.config.dtype))
         self._mark_parallel()
         self._load_weights()
+        self._parts = [part for module in self.modules for part in module.modules()]
+        self._unmoved = Unmoved(lambda: placement.shards(self.places))
         self.updater: Any = None
         if optimizer is None:
             for module in self.modules:
@@ -173,7 +176,7 @@ class MegatronBackend(Backend):
         """This rank's parameters as boxes of HF tensors; Q, K, V, gate and up are row blocks of Megatron's fused parameters."""
         if self.updater is not None:
             self.updater.gather_parameters()
-        return placement.shards(self.places)
+        return self._unmoved(held(self._parts))
 
     @_in_layout
     def adopt(self, shards: Sequence[Shard]) -> bool:

@@ -67,7 +67,7 @@ class Ipc(Resharding):
             geometry[peer] = [
                 (numbers[v.untyped_storage()._cdata], v.dtype, int(v.storage_offset()), tuple(v.shape), v.stride()) for v in views
             ]
-        self._stamp = self._pointers()  # sharing a CPU storage moves it
+        self._remember()  # sharing a CPU storage moves it
         everyone: list[Any] = [(handles, geometry)] * self.context.world_size
         if self.context.world_size > 1:
             dist.all_gather_object(everyone, (handles, geometry), group=self.group)
@@ -84,7 +84,7 @@ class Ipc(Resharding):
 
     def sync(self, version: int) -> SyncReport:
         if self.context.world_size > 1:  # handles of storage that has moved are void, for everybody
-            moved = torch.tensor([int(self._pointers() != self._stamp)], device=message_device(self.context.device, self.group))
+            moved = torch.tensor([int(self._moved())], device=message_device(self.context.device, self.group))
             dist.all_reduce(moved, dist.ReduceOp.MAX, group=self.group)
             if moved.item():
                 self._compile(*self._sides())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,28 @@ def whole_shard(name: str, tensor: Tensor, buffer: bool = False) -> Shard:
 def module_shards(module: nn.Module) -> list[Shard]:
     """Every parameter and persistent buffer, whole, as views of the module's own storage."""
     return [whole_shard(name, tensor, buffer) for name, tensor, buffer in weights(module)]
+
+
+class Unmoved:
+    """Shards that are made again only when one of the tensors under them has moved: a sync asks for them every time."""
+
+    def __init__(self, build: Callable[[], list[Shard]]) -> None:
+        self.build = build
+        self._places: list[tuple[int, torch.dtype]] = []
+        self._shards: list[Shard] = []
+
+    def __call__(self, tensors: Iterable[Tensor]) -> list[Shard]:
+        """The shards, as the same list while the tensors (all that they view) stay where they are."""
+        places = [(0 if tensor.is_meta else tensor.data_ptr(), tensor.dtype) for tensor in tensors]
+        if places != self._places or not places:
+            self._places, self._shards = places, self.build()
+        return self._shards
+
+
+def held(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and buffers of these very modules, without names, which take longer than all the rest."""
+    for part in modules:
+        yield from (tensor for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None)
 
 
 def adopt_into(module: nn.Module, shards: Sequence[Shard], *, replace: bool = False) -> bool:

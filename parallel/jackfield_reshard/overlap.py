@@ -141,7 +141,7 @@ class Overlap(Auto):
     def sync(self, version: int) -> SyncReport:
         """Collective: what was sent ahead counts only if it was on every rank, from storage that is still in use."""
         begin = perf_counter()
-        useless = torch.tensor(int(self._flight is None or self._pointers() != self._stamp))
+        useless = torch.tensor(int(self._flight is None or self._moved()))
         if self.context.world_size > 1:
             useless = useless.to(message_device(self.context.device, self.group))
             dist.all_reduce(useless, dist.ReduceOp.MAX, group=self.group)

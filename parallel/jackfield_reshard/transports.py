@@ -54,6 +54,10 @@ def adopt(source: Backend, destination: Engine) -> list[Shard] | None:
     return None
 
 
+def _pointers(sides: Sequence[Sequence[Shard]]) -> list[int]:
+    return [0 if shard.tensor is None else shard.tensor.data_ptr() for side in sides for shard in side]
+
+
 class Resharding(Transport):
     """What all transports between processes and devices share: plan once, then run the compiled plan at every sync."""
 
@@ -97,7 +101,7 @@ class Resharding(Transport):
         shared = adopt(self.source, self.destination) if self.shares and self.source and self.destination else None
         have = self.source.shards() if self.source else []
         need = self.destination.shards() if self.destination and shared is None else shared or []
-        self._stamp = self._pointers()
+        self._remember()
         return have, need
 
     def _by_name(self, have: Sequence[Shard]) -> bool:
@@ -124,10 +128,20 @@ class Resharding(Transport):
     def _check(self, agreement: Agreement) -> None:
         """Raise ConfigError where this transport cannot carry out the plan."""
 
-    def _pointers(self) -> list[int]:
-        """Where the storages are: when they move (offload and onload), views are taken again."""
-        sides = [side.shards() for side in (self.source, self.destination) if side is not None]
-        return [0 if shard.tensor is None else shard.tensor.data_ptr() for side in sides for shard in side]
+    def _moved(self) -> bool:
+        """Whether storage has moved since `_remember` (offload and onload): then views must be taken again."""
+        sides = self._shards()
+        if len(sides) == len(self._seen) and all(now is then for now, then in zip(sides, self._seen, strict=True)):
+            return False  # a side that gives the same list says that nothing moved
+        return _pointers(sides) != self._stamp
+
+    def _remember(self) -> None:
+        """Note where the storages are."""
+        self._seen = self._shards()
+        self._stamp = _pointers(self._seen)
+
+    def _shards(self) -> list[list[Shard]]:
+        return [side.shards() for side in (self.source, self.destination) if side is not None]
 
     def _compile(self, have: Sequence[Shard], need: Sequence[Shard]) -> None:
         """Take views of both sides' storage as it is now."""
@@ -163,7 +177,7 @@ class Resharding(Transport):
         with phase(report, "pause", device):
             pass  # waits for the device: the last optimizer step may still be running
         with phase(report, "plan", device):
-            if self._pointers() != self._stamp:
+            if self._moved():
                 self._compile(*self._sides())
         report.seconds["plan"] += self._plan_seconds
         self._plan_seconds = 0.0

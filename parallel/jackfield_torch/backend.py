@@ -17,7 +17,7 @@ from jackfield.components import Backend, BackendConfig, Loss, LossSums, OutputR
 from jackfield.config import ModelConfig, OptimizerConfig
 from jackfield.errors import CheckpointError, ConfigError
 from jackfield.shard import Shard
-from jackfield_reshard.modules import adopt_into, module_shards, weights, whole_shard
+from jackfield_reshard.modules import Unmoved, adopt_into, held, module_shards, weights, whole_shard
 from jackfield_torch.lora import LoRAConfig, Merged, add_adapters
 from jackfield_torch.model import export_model, load_model
 from jackfield_torch.optimizer import MasterAdamW
@@ -55,6 +55,7 @@ class TorchBackend(Backend):
         if self.config.activation_checkpointing and trained:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         masters = self._place(trained)
+        self._modules, self._unmoved = list(self.model.modules()), Unmoved(lambda: module_shards(self.model))
         self.optimizer = None
         if optimizer is not None:
             trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -143,7 +144,7 @@ class TorchBackend(Backend):
         """See Backend. With LoRA the merged weights, brought up to date by the call."""
         if self.merged is not None:
             return [whole_shard(name, part, buffer) for name, _, part, buffer in self.merged.weights()]
-        return module_shards(self.model)
+        return self._unmoved(held(self._modules))
 
     def adopt(self, shards: Sequence[Shard]) -> bool:
         """See Backend; not with LoRA, whose merged weights are not what is trained."""

@@ -135,9 +135,7 @@ class VLLM(Engine):
 
     def shards(self) -> list[Shard]:
         """Views of vLLM's own storage; empty for an architecture that takes weights by `load_weights` only."""
-        from jackfield_vllm.weights import shards
-
-        return shards(self._weights.entries, self._weights.tensors)
+        return self._weights.shards()
 
     def adopt(self, shards: Sequence[Shard]) -> bool:
         """See Engine. False where the parts of a fused weight do not lie together, or CUDA graphs have captured the addresses."""
@@ -161,7 +159,7 @@ class VLLM(Engine):
     def weights_updated(self, version: int) -> None:
         """See Engine: repack what vLLM keeps packed, drop the prefix cache; samples in flight are read again under the new weights."""
         self._weights.repack()
-        self._core.reset_prefix_cache()
+        self._core.drop_caches()
         self.version = version
 
     def sleep(self) -> int:

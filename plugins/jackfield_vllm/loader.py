@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from jackfield.errors import ConfigError
 from jackfield.shard import Shard
-from jackfield_vllm.weights import Entry, bind, entries
+from jackfield_vllm.weights import Entry, bind, entries, shards
 
 FORMAT = "jackfield"
 _PERIOD = 251
@@ -40,6 +40,7 @@ class Weights:
         self._parameters = [getattr(e.owners[0], e.attribute) for e in found]
         self.tensors: list[Tensor] = [p.detach().as_subclass(Tensor) for p in self._parameters]
         """What to write into, by entry."""
+        self._shards: list[Shard] | None = None
         self.repacked: list[int] = []
         """Indices of entries whose kernels read a repacked copy, which `repack` brings up to date."""
 
@@ -59,12 +60,18 @@ class Weights:
                 self.repacked.append(index)
             created.zero_()
 
+    def shards(self) -> list[Shard]:
+        """Of `tensors`; the same list until `rebind`."""
+        if self._shards is None:
+            self._shards = shards(self.entries, self.tensors)
+        return self._shards
+
     def rebind(self, tensors: list[Tensor]) -> None:
         """Take other tensors of the same layouts."""
         for index, (entry, tensor) in enumerate(zip(self.entries, tensors, strict=True)):
             if index not in self.repacked:
                 getattr(entry.owners[0], entry.attribute).data = tensor
-        self.tensors = tensors
+        self.tensors, self._shards = tensors, None
 
     def expose(self) -> None:
         """Put the parameters as they were created back in their places, for vLLM's own loading; `repack` must follow."""

@@ -9,6 +9,7 @@ import torch
 
 from jackfield.components import WorkerContext
 from jackfield.errors import ConfigError
+from jackfield_reshard.modules import Unmoved, held, module_shards
 from jackfield_reshard.transports import Alias, Auto, Local
 
 _spec = importlib.util.spec_from_file_location("reshard_fakes", Path(__file__).with_name("fakes.py"))
@@ -135,6 +136,23 @@ def test_moved_storage_is_noticed():
     backend.held = [replace(s, tensor=torch.randn(s.tensor.shape)) for s in backend.held]
     transport.sync(1)
     check(backend, engine)
+
+
+def test_a_side_that_gives_the_same_list_is_not_looked_at_again():
+    module = torch.nn.Linear(4, 3)
+    module.register_buffer("scale", torch.ones(2))
+    unmoved = Unmoved(lambda: module_shards(module))
+    first = unmoved(held(module.modules()))
+    assert [s.name for s in first] == ["weight", "bias", "scale"]
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert unmoved(held(module.modules())) is first
+    module.weight.data = torch.randn(3, 4)
+    second = unmoved(held(module.modules()))
+    assert second is not first
+    assert second[0].tensor.data_ptr() == module.weight.data_ptr()
+    module.scale = torch.zeros(2)
+    assert unmoved(held(module.modules()))[2].tensor.sum() == 0
 
 
 def test_tied_head_gets_the_embedding():

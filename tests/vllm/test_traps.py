@@ -36,6 +36,10 @@ def test_packed_linears_have_no_weight_but_the_shards_do(packed):
     assert all(s.tensor.numel() > 0 for s in engine.shards())
 
 
+def blocks(engine):
+    return engine.core._scheduler.kv_cache_manager.block_pool.blocks
+
+
 def test_the_prefix_cache_serves_keys_of_old_weights(served):
     engine, backend = served
     asked = requests(prompts(4, length=140, shared=130), ignore_eos=True)
@@ -46,7 +50,9 @@ def test_the_prefix_cache_serves_keys_of_old_weights(served):
         weight.copy_(weight.roll(1, 0))
     try:
         assert gap(backend, asked, generate(engine, asked)).max() > 1e-2, "read under the old weights"
+        hashed = sum(block.block_hash is not None for block in blocks(engine))
         engine.weights_updated(engine.version)
+        assert sum(block.block_hash is not None for block in blocks(engine)) == hashed > 0, "nothing is walked through"
         assert gap(backend, asked, generate(engine, asked)).max() < 1e-4
     finally:
         with torch.no_grad():
