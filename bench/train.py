@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,9 @@ def build(backend: str, form: str, recompute: str, folder: Path, device: Any) ->
     return built
 
 
-def run_case(shape: str, backend: str, form: str, recompute: str, tokens: int, *, length: int, steps: int, count: int) -> dict[str, Any]:
+def run_case(
+    shape: str, backend: str, form: str, recompute: str, tokens: int, *, length: int, steps: int, count: int, profiled: bool = False
+) -> dict[str, Any]:
     """One case in this process."""
     import torch
 
@@ -196,6 +199,7 @@ def run_case(shape: str, backend: str, form: str, recompute: str, tokens: int, *
         if step >= 2:
             seconds.append(time.perf_counter() - start)
             passes.append(middle - start)
+    kernels = profile(lambda: (trainer.forward_backward(batches, loss), trainer.optimizer_step()), device) if profiled else None
     scored = time.perf_counter()
     trainer.forward(batches, loss.request)
     _synchronize(device)
@@ -224,7 +228,28 @@ def run_case(shape: str, backend: str, form: str, recompute: str, tokens: int, *
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "megatron": _version("megatron-core"),
+        **({"profile": kernels} if kernels else {}),
     }
+
+
+def profile(step: Callable[[], Any], device: Any, most: int = 24) -> dict[str, Any]:
+    """Where a step's device time goes: milliseconds and calls by kernel, device synchronisations, and the share of time with work on it."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with torch.profiler.profile(activities=kinds) as seen:
+        _synchronize(device)
+        begin = time.perf_counter()
+        step()
+        _synchronize(device)
+        wall = time.perf_counter() - begin
+    on_device = [e for e in seen.key_averages() if getattr(e, "self_device_time_total", 0) > 0 and str(e.device_type).endswith("CUDA")]
+    rows = sorted(on_device or seen.key_averages(), key=lambda e: -(e.self_device_time_total if on_device else e.self_cpu_time_total))
+    busy = sum(e.self_device_time_total for e in on_device) / 1e6
+    waits = {e.key: e.count for e in seen.key_averages() if "Synchronize" in e.key or e.key in ("aten::item", "aten::_local_scalar_dense")}
+    times = [[e.key[:90], round((e.self_device_time_total if on_device else e.self_cpu_time_total) / 1e3, 2), e.count] for e in rows[:most]]
+    return {"wall_s": round(wall, 4), "device_busy": round(busy / wall, 4), "waits": waits, "kernels_ms": times}
 
 
 def _version(name: str) -> str | None:
@@ -246,13 +271,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two to warm up")
     parser.add_argument("--count", type=int, default=4, help="micro-batches a step")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one case")
+    parser.add_argument("--profile", action="store_true", help="one more step under the profiler: device time by kernel")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     sizes = {"length": args.length, "steps": args.steps, "count": args.count}
     if args.case:
         sys.path[:0] = SHELVES
         shape, backend, form, recompute, *rest = args.case.split(":")
-        print(json.dumps(run_case(shape, backend, form, recompute, int(rest[0]) if rest else 8 * args.length, **sizes)))
+        print(
+            json.dumps(run_case(shape, backend, form, recompute, int(rest[0]) if rest else 8 * args.length, **sizes, profiled=args.profile))
+        )
         return
     wanted = [
         c for c in CASES if (not args.only or c[0] in args.only.split(",")) and (not args.backends or c[1] in args.backends.split(","))
@@ -260,7 +288,7 @@ def main() -> None:
     results = []
     for case in wanted:
         name = ":".join(map(str, case))
-        command = [sys.executable, __file__, "--case", name, *(f"--{k}={v}" for k, v in sizes.items())]
+        command = [sys.executable, __file__, "--case", name, *(f"--{k}={v}" for k, v in sizes.items()), *(["--profile"] * args.profile)]
         try:
             # without it, weights, states and activations that just fit are lost to fragmentation
             environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

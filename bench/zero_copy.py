@@ -1,6 +1,6 @@
 """Zero copy between backend `torch` and engine `vllm` in one process: what is shared, what a sync costs, whether log-probs agree.
 
-    python bench/zero_copy.py [--shape 0.5b] [--steps 3] [--out result.json]
+    python bench/zero_copy.py [--shape 0.5b] [--steps 3] [--frozen] [--out result.json]
 
 Random weights. Each step changes every weight through the trainer alone; the engine (with CUDA graphs, where there is CUDA) must then
 sample from the new ones: its log-probs are compared with the trainer's own.
@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import random
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=RUNNABLE, default="0.5b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--frozen", action="store_true", help="without an optimizer, whose states need eight times the weights' memory")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
@@ -75,8 +77,9 @@ def main() -> None:
         write_config(args.shape, Path(folder))
         model = ModelConfig(path=folder, init="random")
         backend = TorchBackend(TorchBackend.Config(dtype=dtype))
-        backend.setup(model, OptimizerConfig(lr=1e-4), context)
-        engine = VLLM(VLLM.Config(max_model_len=512))
+        with device:
+            backend.setup(model, None if args.frozen else OptimizerConfig(lr=1e-4), context)
+        engine = VLLM(VLLM.Config(max_model_len=512, max_num_seqs=64))
         begin = time.perf_counter()
         engine.setup(model, context)
         report["engine_up"] = time.perf_counter() - begin
@@ -97,9 +100,13 @@ def main() -> None:
             row["gap"] = gap(backend, engine, step, device)
             report["steps"].append(row)
             print(json.dumps(row))
+        transport.config = Auto.Config()
+        syncs = [transport.sync(args.steps + 1 + i).seconds for i in range(10)]
+        report["sync_ms"] = {name: round(1e3 * statistics.median(s[name] for s in syncs), 3) for name in syncs[0]}
+        report["sync_ms"]["all"] = round(1e3 * statistics.median(sum(s.values()) for s in syncs), 3)
         report["slept_bytes"] = engine.sleep()
         report["woken_bytes"] = engine.wake()
-        report["after_wake"] = gap(backend, engine, args.steps, device)
+        report["after_wake"] = gap(backend, engine, args.steps + 10, device)
     print(json.dumps({k: v for k, v in report.items() if k != "steps"}))
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
