@@ -1,6 +1,7 @@
 """jackfield: reinforcement-learning post-training of language models that nobody has to fork.
 
-Everything public is importable from here; names resolve on first use, so that `import jackfield` stays light.
+Everything public is importable from here; names resolve on first use, so that `import jackfield` stays light. A plugin adds names of its
+own by entry points of group `jackfield.export`; the core's come first.
 """
 
 from importlib import import_module
@@ -30,4 +31,7 @@ __all__ = ["JACKFIELD_API", "__version__", *sorted(_HOME)]
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"jackfield.{_HOME[name]}"), name)
+    registry = import_module("jackfield.registry")
+    if any(entry.name == name for entry in registry.entries("export")):
+        return registry.load("export", name)
     raise AttributeError(f"module 'jackfield' has no attribute {name!r}")

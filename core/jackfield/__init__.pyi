@@ -1,3 +1,5 @@
+from typing import Any
+
 from jackfield.algorithm import Algorithm as Algorithm
 from jackfield.algorithm import AlgorithmConfig as AlgorithmConfig
 from jackfield.algorithm import LossOutput as LossOutput
@@ -21,3 +23,5 @@ from jackfield.trainer import Trainer as Trainer
 __version__: str
 JACKFIELD_API: int
 OLDEST_API: int
+
+def __getattr__(name: str) -> Any: ...  # what plugins add by entry points of group jackfield.export

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pluggy
-
-if TYPE_CHECKING:
-    pass
 
 hookspec = pluggy.HookspecMarker("jackfield")
 hookimpl = pluggy.HookimplMarker("jackfield")
@@ -38,6 +33,10 @@ class Hooks:
     @hookspec(firstresult=True)
     def update(self, run, batch):
         """Train on the batch; a dict of float metrics. First result wins; usually the algorithm's."""
+
+    @hookspec(firstresult=True)
+    def step(self, run):
+        """A whole step in the place of jackfield.runner.step: its metrics. First result wins; where nobody answers the runner's is run."""
 
     # ---- life of a run ----------------------------------------------------------------------------------------------
     @hookspec

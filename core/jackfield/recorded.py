@@ -9,7 +9,7 @@ from jackfield import __version__, registry
 from jackfield.errors import CheckpointError
 from jackfield.manager import PluginManager
 
-STAGES = ("rollout", "score", "filter", "advantage", "update")
+STAGES = ("rollout", "score", "filter", "advantage", "update", "step")
 """Hooks whose plugins decide what is learnt."""
 
 

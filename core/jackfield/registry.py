@@ -24,7 +24,7 @@ KINDS: tuple[str, ...] = (
     *("algorithm", "backend", "engine", "rollout", "reward", "dataset"),
     *("launcher", "transport", "tracker", "hooks", "command"),
 )
-"""Every kind of plugin; the entry-point group of a kind is `jackfield.<kind>`."""
+"""Every kind of plugin; the entry-point group of a kind is `jackfield.<kind>`. (`jackfield.export` holds names for `jackfield` itself.)"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _scan(state: tuple[tuple[str, int], ...]) -> list[Entry]:
         if "[jackfield." in (dist.read_text("entry_points.txt") or ""):
             for point in dist.entry_points:
                 kind = point.group.removeprefix("jackfield.")
-                if kind in KINDS and kind != point.group:
+                if kind in (*KINDS, "export") and kind != point.group:
                     found.setdefault((kind, point.name, dist.name), Entry(kind, point.name, point.value, dist.name, dist.version, point))
     return sorted(found.values(), key=lambda e: (e.kind, e.name, e.distribution))
 

@@ -86,15 +86,15 @@ class Role:
     def save(self, folder: Path) -> None:
         """Write the role's share of a checkpoint into a new folder."""
         folder.mkdir()
-        self.group.call("save", self.name, folder)
+        self.group.call("backend", self.name, "save", folder)
 
     def load(self, folder: Path) -> None:
         """Restore the role. Raises CheckpointError."""
-        self.group.call("load", self.name, folder)
+        self.group.call("backend", self.name, "load", folder)
 
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face folder."""
-        self.group.call("export", self.name, folder)
+        self.group.call("backend", self.name, "export", folder)
 
 
 class Policy(Role):

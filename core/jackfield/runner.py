@@ -36,12 +36,8 @@ def collect(run: Run) -> Batch:
     for _ in range(run.config.batch.max_draws):
         prompts = run.prompts.take(wanted - kept)
         drawn += len(prompts)
-        batch = roll(run, prompts)
-        keep = batch.loss_mask.any(-1) | ~batch.response_mask.any(-1)
-        for verdict in run.hook.filter(run=run, batch=batch):
-            keep = keep & verdict
-        parts.append(batch.keep(keep))
-        kept += len(torch.unique(batch.group_ids[keep]))
+        parts.append(roll(run, prompts))
+        kept += len(torch.unique(parts[-1].group_ids))
         if kept >= wanted:
             break
     run.metrics |= {"prompts/drawn": float(drawn), "prompts/trained": float(kept), "prompts/dropped": float(drawn - kept)}

@@ -14,9 +14,17 @@ from jackfield.run import Run
 
 
 def roll(run: Run, prompts: list[Prompt]) -> Batch:
-    """Sample and score one round of prompts. A sample that could not be scored is masked, not lost."""
+    """Sample and rate one round of prompts."""
     with phase(run, "rollout"):
         batch: Batch = run.hook.rollout(run=run, prompts=prompts)
+    return rate(run, batch, prompts)
+
+
+def rate(run: Run, batch: Batch, prompts: list[Prompt]) -> Batch:
+    """Score the samples of `prompts`, with a greedy one of each where the algorithm compares with it, and keep those that pass the filters.
+
+    A sample that could not be scored is masked, not lost; one whose every token was rejected goes.
+    """
     with phase(run, "score"):
         batch = score(run, batch)
         if run.algorithm.needs.greedy_baseline:
@@ -24,7 +32,10 @@ def roll(run: Run, prompts: list[Prompt]) -> Batch:
                 greedy = score(run, run.hook.rollout(run=run, prompts=prompts))
             where = (batch.group_ids[:, None] == greedy.group_ids[None, :]).int().argmax(-1)
             batch = batch.with_extras(greedy_rewards=greedy.rewards[where])  # type: ignore[index]
-    return batch
+    keep = batch.loss_mask.any(-1) | ~batch.response_mask.any(-1)
+    for verdict in run.hook.filter(run=run, batch=batch):
+        keep = keep & verdict
+    return batch.keep(keep)
 
 
 def score(run: Run, batch: Batch) -> Batch:

@@ -87,7 +87,8 @@ class Trainer:
             if run.step < config.steps:
                 run.hook.run_start(run=run)
                 while run.step < config.steps:
-                    runner.step(run)
+                    if run.hook.step(run=run) is None:
+                        runner.step(run)
                     if config.checkpoint.every and run.step % config.checkpoint.every == 0:
                         checkpoint.save(run)
                 checkpoint.save(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,14 +134,6 @@ class Worker:
             self.engine.sleep()
             policy.onload()
 
-    def save(self, role: str, folder: Path) -> None:
-        """The role's share of a checkpoint."""
-        self.backends[role].save(folder)
-
-    def load(self, role: str, folder: Path) -> None:
-        """Restore the role from a checkpoint."""
-        self.backends[role].load(folder)
-
-    def export(self, role: str, folder: Path) -> None:
-        """Write the role's weights as a Hugging Face folder."""
-        self.backends[role].export(folder)
+    def backend(self, role: str, method: str, *args: Any) -> Any:
+        """Any other method of the role's backend: save, load, export."""
+        return getattr(self.backends[role], method)(*args)

@@ -27,7 +27,7 @@ for _name, _spec in vars(Hooks).items():
         setattr(Recorder, _name, _note(_name, _spec.__code__.co_varnames[1 : _spec.__code__.co_argcount]))
 
 HELD_OUT = {"name": "evaluate", "every": 1, "dataset": {"name": "jackfield.testing.fakes:FakeDataset", "rows": 2}}
-STEP = ["step_start", "rollout", "score", "filter", "advantage", "update", "weights_synced", "step_end"]
+STEP = ["step", "step_start", "rollout", "score", "filter", "advantage", "update", "weights_synced", "step_end"]
 
 
 def recorded(folder, **fields):
@@ -70,7 +70,7 @@ def test_an_error_ends_with_run_error_alone(tmp_path):
         trainer.run.manager.register(plugin)
     with pytest.raises(Exception, match="on purpose"):
         trainer.train()
-    assert recorder.calls == ["run_start", "step_start", "rollout", "score", "filter", "advantage", "update", "run_error"]
+    assert recorder.calls == ["run_start", *STEP[: STEP.index("weights_synced")], "run_error"]
 
 
 def test_configure_comes_first_of_all(tmp_path):
