@@ -1,11 +1,13 @@
-"""A whole GRPO step by phase: jackfield (backend torch, engine hf) against TRL's GRPOTrainer, same model, prompts, tokens and type.
+"""A whole GRPO step by phase: jackfield (backend torch) against TRL's GRPOTrainer, same model, prompts, tokens and type.
 
     python bench/step.py --model models/smollm2 --trl-python ~/trl/bin/python      # both sides, one after the other
     python bench/step.py --model models/smollm2                                    # this side alone
 
-Each side runs in its own process: `--steps` steps, of which the first is dropped; medians with (min, max). Seconds are wall and CPU (of
-the process, all threads); on a machine that does other work the CPU seconds are the ones to compare. TRL is no dependency: give a
-Python that has it.
+Each side runs in its own process: `--steps` steps, of which the first is dropped; medians with (min, max). With `--rounds` the sides
+take turns, each time in a new process, and the medians are over all rounds. Seconds are wall and CPU (of the process, all threads); on
+a machine that does other work the CPU seconds are the ones to compare. TRL is no dependency: give a Python that has it. In bfloat16
+TRL's default is autocast over float32 weights; `--trl-weights bfloat16` is the other way. `--end` lets samples end by themselves: with
+16 new tokens and a learning rate of 2e-5 the rewards are a learning curve.
 """
 
 from __future__ import annotations
@@ -65,15 +67,20 @@ class Clock:
         setattr(owner, method, timed)
 
     def result(self, **more: Any) -> str:
-        """Medians over all steps but the first, as JSON."""
-        steps = self.steps[1:] or self.steps
-        phases = {}
-        for name in sorted({n for s in steps for n in s}):
-            wall, cpu = zip(*(s.get(name, [0.0, 0.0]) for s in steps), strict=True)
-            phases[name] = {"wall": spread(wall), "cpu": spread(cpu)}
-        totals = [[sum(v[k] for v in s.values()) for s in steps] for k in (0, 1)]
-        phases["step"] = {"wall": spread(totals[0]), "cpu": spread(totals[1])}
-        return json.dumps({"phases": phases, "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, **more})
+        """Every step, as JSON."""
+        return json.dumps({"steps": self.steps, "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, **more})
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over all steps of all rounds but each round's first."""
+    steps = [s for r in rounds for s in (r["steps"][1:] or r["steps"])]
+    phases = {}
+    for name in sorted({n for s in steps for n in s}):
+        wall, cpu = zip(*(s.get(name, [0.0, 0.0]) for s in steps), strict=True)
+        phases[name] = {"wall": spread(wall), "cpu": spread(cpu)}
+    totals = [[sum(v[k] for v in s.values()) for s in steps] for k in (0, 1)]
+    phases["step"] = {"wall": spread(totals[0]), "cpu": spread(totals[1])}
+    return {"phases": phases, "rounds": rounds, "peak_rss_mb": max(r["peak_rss_mb"] for r in rounds)}
 
 
 def spread(values: Any) -> list[float]:
@@ -103,6 +110,7 @@ def ours(args: argparse.Namespace) -> None:
     from jackfield import Trainer, hookimpl, load_config
     from jackfield_hf.engine import HFEngine
     from jackfield_torch.backend import TorchBackend
+    from jackfield_vllm.engine import VLLM
 
     torch.set_num_threads(args.threads)
     clock = Clock()
@@ -112,8 +120,9 @@ def ours(args: argparse.Namespace) -> None:
         (TorchBackend, "optimizer_step", "optimizer"),
     ):
         clock.wrap(owner, method, name)
-    generate = HFEngine.generate
-    HFEngine.generate = lambda self, requests: iter(_all(clock, generate, self, requests))  # type: ignore[method-assign]
+    engine: Any = {"hf": HFEngine, "vllm": VLLM}[args.engine]
+    generate = engine.generate
+    engine.generate = lambda self, requests: iter(_all(clock, generate, self, requests))
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
         rows.write_text("".join(json.dumps({"prompt": q["question"], "answer": q["answer"]}) + "\n" for q in questions(512)))
@@ -124,12 +133,14 @@ def ours(args: argparse.Namespace) -> None:
                 "model": str(Path(args.model).resolve()),
                 "micro_batch_tokens": args.micro_tokens,
                 "backend": {"name": "torch", "dtype": args.dtype},
-                "optimizer": {"lr": 1e-5},
+                "optimizer": {"lr": args.lr, "weight_decay": 0.0},
             },
+            "engine": {"name": "vllm", "max_model_len": 256} if args.engine == "vllm" else "hf",
+            "seed": args.seed,
             "algorithm": "grpo",
             "dataset": {"name": "jsonl", "path": str(rows)},
             "rewards": ["last_number"],
-            "sampling": {"max_new_tokens": args.new_tokens, "ignore_eos": True},
+            "sampling": {"max_new_tokens": args.new_tokens, "ignore_eos": not args.end},
             "batch": {"prompts": args.prompts, "group_size": args.group},
             "trackers": [],
         }
@@ -223,16 +234,17 @@ def trl(args: argparse.Namespace) -> None:
             gradient_accumulation_steps=samples // args.trl_micro,
             num_generations=args.group,
             max_completion_length=args.new_tokens,
-            learning_rate=1e-5,
+            learning_rate=args.lr,
             lr_scheduler_type="constant",
-            bf16=False,
+            bf16=args.dtype == "bfloat16" and args.trl_weights == "float32",
+            seed=args.seed,
             gradient_checkpointing=False,
             temperature=1.0,
             beta=0.0,
             disable_tqdm=True,
             dataloader_pin_memory=False,
-            generation_kwargs={"min_new_tokens": args.new_tokens},
-            model_init_kwargs={"dtype": args.dtype, "attn_implementation": args.trl_attention},
+            generation_kwargs={} if args.end else {"min_new_tokens": args.new_tokens},
+            model_init_kwargs={"dtype": args.trl_weights, "attn_implementation": args.trl_attention},
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
         trainer = Timed(
@@ -271,15 +283,21 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=1500)
     parser.add_argument("--trl-micro", type=int, default=16)
     parser.add_argument("--trl-attention", default="sdpa", choices=["sdpa", "eager"])
+    parser.add_argument("--trl-weights", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--end", action="store_true", help="samples end at the end token instead of at --new-tokens")
+    parser.add_argument("--rounds", type=int, default=1, help="how often the sides take turns")
     parser.add_argument("--malloc", action="store_true", help="both sides with a malloc that keeps its pages")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--side", choices=["ours", "trl"], default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         return {"ours": ours, "trl": trl}[args.side](args)
-    results: dict[str, Any] = {}
+    rounds: dict[str, list[dict[str, Any]]] = {}
     sides = {"ours": sys.executable} | ({"trl": args.trl_python} if args.trl_python else {})
-    for side, python in sides.items():
+    for side, python in list(sides.items()) * args.rounds:
         environment = os.environ | QUIET | {"OMP_NUM_THREADS": str(args.threads)} | (TUNED if args.malloc else {})
         done = subprocess.run(
             [python, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:], "--side", side],
@@ -290,7 +308,8 @@ def main() -> None:
         )
         if done.returncode:
             sys.exit(f"{side}: failed with {done.returncode}")
-        results[side] = json.loads(done.stdout.splitlines()[-1])
+        rounds.setdefault(side, []).append(json.loads(done.stdout.splitlines()[-1]))
+    results = {side: summary(found) for side, found in rounds.items()}
     tokens = args.prompts * args.group * args.new_tokens
     print(f"{platform.processor() or platform.machine()}, {args.threads} threads, {args.dtype}, {args.prompts} x {args.group} samples, ")
     print(f"{args.new_tokens} new tokens each ({tokens} a step); seconds a step: median (min, max)")
@@ -302,7 +321,8 @@ def main() -> None:
             line = "".join(f"  {side} {c[0]:8.2f} ({c[1]:.2f}, {c[2]:.2f})" for side, c in zip(results, cells, strict=True))
             print(f"{name:10} {kind:5}{line}{ratio}")
     for side, result in results.items():
-        print(f"{side}: peak {result['peak_rss_mb']} MB; rewards {[round(r, 2) for r in result['rewards']]}")
+        rewards = [[round(r, 2) for r in found["rewards"]] for found in result["rounds"]]
+        print(f"{side}: peak {result['peak_rss_mb']} MB; rewards {rewards[0] if len(rewards) == 1 else rewards}")
     if args.out:
         args.out.write_text(json.dumps({"args": {k: str(v) for k, v in vars(args).items()}, **results}, indent=1))
     return None

@@ -79,6 +79,17 @@ def test_an_attention_of_its_own_is_noticed(tmp_path):
         assert float(error.abs().max()) < 1e-4
 
 
+def test_rounding_is_not_taken_for_an_attention_of_its_own(tmp_path):
+    """A deep model's bfloat16 rounding is larger than what a wrong mask does to a shallow one; the trial runs in float32."""
+    tiny_model(tmp_path, num_hidden_layers=24, initializer_range=0.5)
+    backend = build(tmp_path, dtype="bfloat16", packing="on")
+    assert backend.scorer.can_pack
+    assert all(p.dtype == torch.bfloat16 for p in backend.model.parameters())
+    batch = random_batch()
+    shared, padded = (build(tmp_path, packing=p).forward([batch], OutputRequest())[0].log_probs for p in ("on", "off"))
+    torch.testing.assert_close(shared, padded, rtol=1e-3, atol=1e-3)
+
+
 def test_sliding_windows_are_kept_when_packing(tmp_path):
     tiny_model(tmp_path, "mixtral", sliding_window=4)
     packed, padded = build(tmp_path, packing="on"), build(tmp_path, packing="off")
