@@ -1,4 +1,4 @@
-"""Backend `torch`: one process, any Hugging Face causal LM."""
+"""Backend `torch`: the whole model on every rank, any Hugging Face causal LM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jackfield.shard import Shard
 from jackfield_reshard.modules import Unmoved, adopt_into, held, module_shards, weights, whole_shard
 from jackfield_torch.lora import LoRAConfig, Merged, add_adapters
 from jackfield_torch.model import export_model, load_model
-from jackfield_torch.optimizer import MasterAdamW
+from jackfield_torch.optimizer import MasterAdamW, ReplicatedAdamW
 from jackfield_torch.scoring import Scorer
 
 
@@ -34,7 +34,7 @@ class TorchConfig(BackendConfig):
 
 
 class TorchBackend(Backend):
-    """One process on one device; the whole model is here. The base of the sharded backends, which override where weights live."""
+    """Plain data parallelism: the whole model on every rank, whose gradients are summed. The base of the sharded backends."""
 
     Config = TorchConfig
     config: Any
@@ -84,12 +84,13 @@ class TorchBackend(Backend):
         return scorer
 
     def _optimizer(self, trainable: dict[str, nn.Parameter], masters: dict[str, Tensor], config: OptimizerConfig) -> MasterAdamW:
-        return MasterAdamW(trainable, masters, config)
+        kind = MasterAdamW if self.context.world_size == 1 else ReplicatedAdamW
+        return kind(trainable, masters, config)
 
     @property
     def position(self) -> Position:
-        """Alone."""
-        return Position()
+        """Every rank has its own share of the batch."""
+        return Position(self.context.rank, self.context.world_size)
 
     def _score(self, batch: Batch, mask: Tensor, request: OutputRequest) -> Outputs:
         return self.scorer(batch, mask, request, pack=self._pack)
@@ -157,7 +158,9 @@ class TorchBackend(Backend):
         return {name: masters.get(name, tensor).detach() for name, tensor in kept}
 
     def save(self, folder: Path) -> None:
-        """Weights and optimizer as safetensors, the rest in `state.pt`. Raises CheckpointError."""
+        """Weights and optimizer as safetensors, the rest in `state.pt`, by rank 0 alone. Raises CheckpointError."""
+        if self.context.rank:
+            return
         moments = {} if self.optimizer is None else self.optimizer.state()
         steps = 0 if self.optimizer is None else self.optimizer.steps
         state = {"steps": steps, "rng": torch.get_rng_state()}
@@ -198,7 +201,9 @@ class TorchBackend(Backend):
             torch.cuda.set_rng_state(state["cuda_rng"], self.context.device)
 
     def export(self, folder: Path) -> None:
-        """See Backend. With LoRA the merged weights."""
+        """See Backend; by rank 0 alone. With LoRA the merged weights."""
+        if self.context.rank:
+            return
         whole = None if self.merged is None else {name: part for name, _, part, _ in self.merged.weights()}
         export_model(self.model, self.model_config, folder, whole)
 

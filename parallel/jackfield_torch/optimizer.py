@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from jackfield.config import OptimizerConfig
@@ -145,3 +146,22 @@ class MasterAdamW:
             master = self.masters[name]
             # clone: views of a file must not be written to
             self.adam.state[master][kind] = value.clone() if kind == "step" else value.to(master.device, copy=True)
+
+
+class ReplicatedAdamW(MasterAdamW):
+    """The same optimizer on every rank of the default group: gradients are summed over the ranks first, so that replicas stay equal."""
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """See MasterAdamW; collective. A weight that has a gradient on no rank has none here either, and stays as it is."""
+        masters = list(self.masters.values())
+        found = torch.tensor([m.grad is not None for m in masters], dtype=torch.int32, device=masters[0].device)
+        dist.all_reduce(found)
+        waiting = []
+        for master, ranks in zip(masters, found.tolist(), strict=True):
+            if ranks:
+                master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+                waiting.append(dist.all_reduce(master.grad, async_op=True))
+        for work in waiting:
+            work.wait()
+        return super().step()

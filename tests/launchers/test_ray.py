@@ -1,5 +1,6 @@
 """Launcher `ray` on two simulated nodes of this host: the roles of a run on different nodes, and workers that go wrong."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -36,6 +37,26 @@ RAY2 = [*RAY, "launcher.workers=2"]
 
 def table(config, role="policy"):
     return torch.load(config.dir / "checkpoints" / "step-00000003" / role / "table.pt")["table"]
+
+
+APART = ["reference.colocate=share", "rewards.0.gpus=1", "launcher.resources={policy: {left: 1}, share: {right: 1}}", "launcher.workers=3"]
+MEGATRON = [pytest.mark.megatron, pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")]
+
+
+@pytest.mark.parametrize(
+    ("workers", "overrides"),
+    [
+        pytest.param([1], ["launcher.workers=1"], id="one"),
+        pytest.param([1, 1], ["launcher.workers=2", "launcher.strategy=STRICT_SPREAD"], id="dp2"),
+        pytest.param([2, 1], ["policy.backend.name=fsdp", "reference.backend.name=torch", *APART], id="fsdp2"),
+        pytest.param([2, 1], ["policy.backend={name: megatron, tp: 2}", "reference.backend.name=torch", *APART], id="tp2", marks=MEGATRON),
+    ],
+)
+def test_grpo_is_the_run_of_one_process(same_run, cluster, workers, overrides, request):
+    """DP over both nodes; FSDP and TP on two workers of one, with the reference and a reward on the other."""
+    run = same_run(request.node.callspec.id, *RAY, *overrides)
+    places = [w.place.node for w in {*run.policy.group.workers, *run.reference.group.workers}]
+    assert sorted((places.count(node) for node in set(places)), reverse=True) == workers
 
 
 def test_roles_on_two_nodes_give_the_run_of_one_process(fake, cluster):

@@ -24,4 +24,12 @@ class TestExperts(BackendConformance):
 class TestBfloat16(BackendConformance):
     component = "torch"
     options = {"dtype": "bfloat16"}
+    world_size = 2
     rtol = 1e-3
+
+
+class TestReplicas(BackendConformance):
+    component = "torch"
+    world_size = 2
+    family = "qwen2"
+    model_options = {"tied": True}
