@@ -1,4 +1,4 @@
-"""One GRPO run of a real model gives the same rewards and weights wherever it runs; launcher `ray` is in test_ray.py, which has a cluster."""
+"""One GRPO run of a real model gives the same rewards and weights wherever it runs; launcher `ray` has its own in test_ray.py."""
 
 import importlib.util
 
