@@ -1,4 +1,4 @@
-"""The algorithms' shared library: what the core's `functional` offers, group statistics, returns and GAE, under one name."""
+"""The algorithms' shared library: what the core's `functional` offers, masked means, group statistics, returns and GAE, under one name."""
 
 from jackfield.functional import (
     LOG_RATIO_LIMIT,
@@ -6,13 +6,11 @@ from jackfield.functional import (
     group_index,
     kl_estimate,
     log_ratio,
-    masked_mean,
-    masked_whiten,
-    sequence_mean,
     trained,
 )
 from jackfield_estimators.clipped import ClippedAlgorithm, ClippedConfig, clipped_surrogate
 from jackfield_estimators.groups import GroupStats, group_center, group_stats, group_sum, leave_one_out
+from jackfield_estimators.reductions import masked_mean, masked_whiten, sequence_mean
 from jackfield_estimators.returns import (
     clipped_value_loss,
     discounted_returns,

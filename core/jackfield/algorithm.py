@@ -134,6 +134,8 @@ class Algorithm(Component):
     def policy_loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         """`loss`, weighted by `loss_weights`, with the KL penalty and the entropy bonus."""
         out = self.loss(outputs, batch)
+        if not isinstance(out, LossOutput):
+            raise TypeError(f"loss returned a {type(out).__name__}; return LossOutput(per-token loss)")
         assert outputs.log_probs is not None
         loss = out.loss if batch.loss_weights is None else out.loss * batch.loss_weights
         stats = dict(out.stats)
@@ -152,12 +154,8 @@ class Algorithm(Component):
 
     def request(self, sampling: Any) -> OutputRequest:
         """Outputs that the update's forward pass must give."""
-        return OutputRequest(
-            entropy=self.config.entropy_coef != 0.0,
-            temperature=sampling.temperature or 1.0,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        )
+        s = sampling
+        return OutputRequest(entropy=self.config.entropy_coef != 0.0, temperature=s.temperature or 1.0, top_p=s.top_p, top_k=s.top_k)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state; sent to the workers with each update and kept in checkpoints."""
@@ -173,8 +171,7 @@ class Algorithm(Component):
         if self.config.kl.target is None:
             self.kl_coef = at(self.config.kl.coef, run.step)
         if self.needs.reference and self.config.kl.place == "reward":
-            assert batch.old_log_probs is not None
-            assert batch.ref_log_probs is not None
+            assert batch.old_log_probs is not None and batch.ref_log_probs is not None
             penalty = self.kl_coef * F.kl_estimate(batch.old_log_probs, batch.ref_log_probs, self.config.kl.estimator)
             batch = batch.replace(token_rewards=-penalty if batch.token_rewards is None else batch.token_rewards - penalty)
         return self.advantage(batch)

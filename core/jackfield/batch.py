@@ -170,8 +170,7 @@ class Batch(TensorClass):
         """Join batches of any widths, empty ones among them; the result is as wide as the widest."""
         parts = [part for part in parts if len(part)] or parts[:1]
         width = max(part.tokens.shape[1] for part in parts)
-        joined: Any = torch.cat([part.pad_to(width) for part in parts])  # type: ignore[misc]
-        return cast(Batch, joined)
+        return cast(Batch, torch.cat([part.pad_to(width) for part in parts]))  # type: ignore[misc]
 
     @staticmethod
     def from_trajectories(items: Sequence[Trajectory], *, group_size: int) -> Batch:

@@ -117,7 +117,6 @@ class Loss(Protocol):
 
     def __call__(self, outputs: Outputs, micro_batch: Batch) -> tuple[Tensor, LossSums]:
         """The micro-batch's share of the loss, a scalar with the reduction already in it, and its detached sums."""
-        ...
 
 
 class BackendConfig(ComponentConfig):

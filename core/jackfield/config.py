@@ -268,8 +268,7 @@ def load_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         plain: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    located: dict[str, Any] = _locate(plain, path.parent)
-    return located
+    return dict(_locate(plain, path.parent))
 
 
 def _override(tree: Any, item: str, parse: Callable[[list[str]], Any]) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from jackfield import results
 from jackfield.algorithm import Algorithm, LossOutput, Reduction
 from jackfield.batch import Batch
 from jackfield.components import LossSums, OutputRequest, Outputs
@@ -46,6 +47,7 @@ class BoundLoss:
         """The micro-batch's share of the loss and the sums of its statistics. `micro_batch` needs `loss_scale`."""
         mask, scale = micro_batch.loss_mask, micro_batch.loss_scale
         assert scale is not None
+        results.outputs(f"the {self.role}'s backend", [outputs], [micro_batch])
         outputs = Outputs(**{n: None if v is None else torch.where(mask, v, 0) for n, v in vars(outputs).items()})
         if self.role == "policy":
             assert outputs.log_probs is not None
@@ -59,11 +61,7 @@ class BoundLoss:
         else:
             out = self.algorithm.critic_loss(outputs, micro_batch)
         for name, value in {"loss": out.loss, **out.stats, **out.maxima}.items():
-            if value.shape != mask.shape:
-                raise ValueError(
-                    f"{type(self.algorithm).__name__} returned {name} of shape {list(value.shape)}; "
-                    f"per-token values of shape {list(mask.shape)} are wanted, not reduced ones"
-                )
+            results.same(f"{type(self.algorithm).__name__} returned {name}", value, mask.shape)
         per_token = torch.where(mask, out.loss, 0)
         loss = (per_token * scale).sum()
         sums = {n: torch.where(mask, v.detach(), 0).sum() for n, v in out.stats.items()}

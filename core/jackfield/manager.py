@@ -12,6 +12,7 @@ from typing import Any
 
 import pluggy
 
+from jackfield import results
 from jackfield.errors import JackfieldError, PluginError
 from jackfield.hookspecs import Hooks
 
@@ -70,11 +71,11 @@ class PluginManager(pluggy.PluginManager):
         @functools.wraps(function)
         def call(*args: Any) -> Any:
             with self._guard(plugin, hook):
-                return function(*args)
+                return results.checked(plugin, hook, function(*args), args)
 
         @functools.wraps(function)
         def call_wrapper(*args: Any) -> Generator[Any, Any, Any]:
             with self._guard(plugin, hook):
-                return (yield from function(*args))
+                return results.checked(plugin, hook, (yield from function(*args)), args, wrapper=True)
 
         return call_wrapper if wrapper else call

@@ -104,8 +104,7 @@ def _import_file(path: Path) -> Any:
     name = "jackfield_file_" + re.sub(r"\W", "_", str(resolved.with_suffix("")))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, resolved)
-        assert spec is not None
-        assert spec.loader is not None
+        assert spec is not None and spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)

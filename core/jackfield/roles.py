@@ -120,9 +120,6 @@ class Policy(Role):
         """Serve the policy's current weights as `version`; seconds of the slowest rank, bytes of all."""
         reports: list[SyncReport] = self.link.call("sync", version)
         self.version = version
-        phases = {name for r in reports for name in r.seconds}
-        return SyncReport(
-            version,
-            {name: max(r.seconds.get(name, 0.0) for r in reports) for name in sorted(phases)},
-            *(sum(getattr(r, n) for r in reports) for n in BYTES),
-        )
+        phases = sorted({name for r in reports for name in r.seconds})
+        seconds = {name: max(r.seconds.get(name, 0.0) for r in reports) for name in phases}
+        return SyncReport(version, seconds, *(sum(getattr(r, n) for r in reports) for n in BYTES))

@@ -38,9 +38,13 @@ class PromptStream:
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self.dataset), generator=generator)
-        prompt = Prompt(self.drawn, self.dataset[int(self._order[position])])
+        row = self.dataset[int(self._order[position])]
+        if not isinstance(row, dict):
+            raise DataError(
+                f"dataset {type(self.dataset).__name__} returned a {type(row).__name__} as a row; a dict with `prompt` is wanted"
+            )
         self.drawn += 1
-        return prompt
+        return Prompt(self.drawn - 1, row)
 
 
 class Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from jackfield.batch import Batch
+from jackfield.results import answered
 from jackfield.run import Run
 from jackfield.stages import phase, prepare, roll, summarise
 
@@ -18,9 +19,9 @@ def step(run: Run) -> dict[str, float]:
         with phase(run, "prepare"):
             batch = prepare(run, batch)
         with phase(run, "advantage"):
-            batch = run.hook.advantage(run=run, batch=batch.clean())
+            batch = answered(run.hook.advantage, run.hook.advantage(run=run, batch=batch.clean()))
         with phase(run, "update"):
-            run.metrics |= run.hook.update(run=run, batch=batch)
+            run.metrics |= answered(run.hook.update, run.hook.update(run=run, batch=batch))
         with phase(run, "sync"):
             report = run.policy.sync(run.step + 1)
         run.hook.weights_synced(run=run, report=report)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from jackfield.batch import Batch, Prompt
+from jackfield.results import answered
 from jackfield.rewards import combine
 from jackfield.run import Run
 
@@ -16,7 +17,7 @@ from jackfield.run import Run
 def roll(run: Run, prompts: list[Prompt]) -> Batch:
     """Sample and rate one round of prompts."""
     with phase(run, "rollout"):
-        batch: Batch = run.hook.rollout(run=run, prompts=prompts)
+        batch: Batch = answered(run.hook.rollout, run.hook.rollout(run=run, prompts=prompts))
     return rate(run, batch, prompts)
 
 
@@ -33,14 +34,14 @@ def rate(run: Run, batch: Batch, prompts: list[Prompt]) -> Batch:
             where = (batch.group_ids[:, None] == greedy.group_ids[None, :]).int().argmax(-1)
             batch = batch.with_extras(greedy_rewards=greedy.rewards[where])  # type: ignore[index]
     keep = batch.loss_mask.any(-1) | ~batch.response_mask.any(-1)
-    for verdict in run.hook.filter(run=run, batch=batch):
+    for verdict in answered(run.hook.filter, run.hook.filter(run=run, batch=batch)):
         keep = keep & verdict
     return batch.keep(keep)
 
 
 def score(run: Run, batch: Batch) -> Batch:
     """Every reward's scores, and their weighted sum."""
-    scores = {name: values for result in run.hook.score(run=run, batch=batch) for name, values in result.items()}
+    scores = {name: values for result in answered(run.hook.score, run.hook.score(run=run, batch=batch)) for name, values in result.items()}
     rewards, scored = combine(scores, {spec.label or spec.name: spec.weight for spec in run.config.rewards}, len(batch))
     return batch.replace(scores=batch.extras.empty().update(scores), rewards=rewards, loss_mask=batch.loss_mask & scored[:, None])
 
@@ -66,8 +67,7 @@ def prepare(run: Run, batch: Batch) -> Batch:
 def summarise(run: Run, batch: Batch) -> None:
     """The step's metrics about its samples."""
     lengths, trained = batch.response_lengths.float(), batch.loss_mask.any(-1)
-    assert batch.rewards is not None
-    assert batch.scores is not None
+    assert batch.rewards is not None and batch.scores is not None
     values = {"response/length": lengths, "response/truncated": (batch.finish_reasons == 1).float()}
     values |= {f"reward/{name}": scores for name, scores in batch.scores.items() if isinstance(scores, torch.Tensor)}
     values["reward"] = batch.rewards[trained]

@@ -8,20 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jackfield import registry
-from jackfield.components import (
-    Backend,
-    Engine,
-    LossSums,
-    OutputRequest,
-    Outputs,
-    Position,
-    Request,
-    Sample,
-    Transport,
-    WorkerContext,
-)
+from jackfield import registry, results
+from jackfield.components import Backend, Engine, LossSums, OutputRequest, Outputs, Position, Request, Sample, Transport, WorkerContext
 from jackfield.config import RunConfig, role_config
+from jackfield.errors import PluginError
 from jackfield.loss import BoundLoss
 from jackfield.microbatch import Share, cut
 from jackfield.rewards import RewardHook
@@ -92,9 +82,10 @@ class Worker:
         """Outputs on the CPU, or None where another rank returns them."""
         backend = self.backends[role]
         self._hand_memory(to_engine=False)
-        outputs = backend.forward(cut(share, self.device), request)
+        outputs = backend.forward(batches := cut(share, self.device), request)
         if not backend.position.output:
             return None
+        results.outputs(f"backend {type(backend).__name__}", outputs, batches)
         return [Outputs(**{n: None if v is None else v.float().cpu() for n, v in vars(o).items()}) for o in outputs]
 
     def update(self, role: str, share: Share, request: OutputRequest, state: dict[str, Any]) -> tuple[LossSums | None, dict[str, float]]:
@@ -114,7 +105,10 @@ class Worker:
         self._hand_memory(to_engine=True)
         for sample in self.engine.generate(requests):
             if self.engine.position.output:
-                arrays: dict[str, Any] = {name: np.asarray(getattr(sample, name), kind) for name, kind in ARRAYS}
+                arrays: Any = {name: np.asarray(getattr(sample, name), kind) for name, kind in ARRAYS}
+                if len({a.shape for a in arrays.values()}) > 1:
+                    found = ", ".join(f"{a.size} {name}" for name, a in arrays.items())
+                    raise PluginError(f"engine {type(self.engine).__name__} returned a sample with {found}; one each a token is wanted")
                 yield replace(sample, **arrays)
 
     def sync(self, version: int) -> SyncReport:

@@ -8,6 +8,7 @@ from jackfield.batch import Batch, Prompt
 from jackfield.components import Component
 from jackfield.errors import ConfigError
 from jackfield.hookspecs import hookimpl
+from jackfield.results import answered
 from jackfield.run import Run
 from jackfield.stages import phase, prepare, rate, summarise
 
@@ -39,7 +40,7 @@ class DataFlow(Component):
         self._asked.append(list(prompts))
         self._prompts |= {prompt.id: prompt for prompt in prompts}
         with phase(self.run, "rollout"):
-            batch: Batch = self.run.hook.rollout(run=self.run, prompts=list(prompts))
+            batch: Batch = answered(self.run.hook.rollout, self.run.hook.rollout(run=self.run, prompts=list(prompts)))
         return batch
 
     def score(self, batch: Batch) -> Batch:
@@ -73,9 +74,9 @@ class DataFlow(Component):
         with phase(run, "prepare"):
             batch = prepare(run, batch)
         with phase(run, "advantage"):
-            batch = run.hook.advantage(run=run, batch=batch.clean())
+            batch = answered(run.hook.advantage, run.hook.advantage(run=run, batch=batch.clean()))
         with phase(run, "update"):
-            run.metrics |= run.hook.update(run=run, batch=batch)
+            run.metrics |= answered(run.hook.update, run.hook.update(run=run, batch=batch))
         self._unserved = True
         return batch
 
