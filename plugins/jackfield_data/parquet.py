@@ -15,8 +15,8 @@ from jackfield_data.columns import Rows, RowsConfig, existing
 class ParquetConfig(RowsConfig):
     """Settings of `parquet`."""
 
-    path: Path
-    """The file, or a folder whose `*.parquet` are read in the order of their names."""
+    path: Path | list[Path]
+    """The file, or a folder whose `*.parquet` are read in the order of their names; or a list of these."""
 
 
 class Parquet(Rows):
@@ -26,9 +26,10 @@ class Parquet(Rows):
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self.name = str(self.config.path)
-        path = existing(self.config.path, "path")
-        files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+        paths = self.config.path if isinstance(self.config.path, list) else [self.config.path]
+        self.name = ", ".join(map(str, paths))
+        found = [existing(path, "path") for path in paths]
+        files = [file for path in found for file in (sorted(path.rglob("*.parquet")) if path.is_dir() else [path])]
         if not files:
             raise DataError(f"{self.name} holds no *.parquet file; give a Parquet file or a folder of them")
         try:

@@ -29,10 +29,15 @@ class PooledReward(Reward):
     Config: type[ComponentConfig] = PoolConfig
     config: Any
     pool_function: str
+    pool_adapter: str | None = None
+    """`module:name` of what turns the function into one that takes the pool's calls."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self.pool = Pool(self.pool_function, arguments=self.pool_arguments(), size=self.config.workers, timeout=self.config.timeout)
+        arguments, settings = self.pool_arguments(), self.config
+        self.pool = Pool(
+            self.pool_function, adapter=self.pool_adapter, arguments=arguments, size=settings.workers, timeout=settings.timeout
+        )
 
     def pool_arguments(self) -> dict[str, Any]:
         """Keyword arguments of every call; by default the settings that are the reward's own."""

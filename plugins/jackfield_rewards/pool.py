@@ -18,13 +18,13 @@ START_SECONDS = 120.0
 
 
 class _Worker:
-    def __init__(self, function: str, arguments: dict[str, Any], timeout: float) -> None:
+    def __init__(self, function: str, adapter: str | None, arguments: dict[str, Any], timeout: float) -> None:
         self.connection, theirs = Pipe()
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         command = [sys.executable, "-m", "jackfield_rewards.worker", str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
         theirs.close()
-        self.connection.send((function, arguments, sys.path, timeout))
+        self.connection.send((function, adapter, arguments, sys.path, timeout))
         self.index = -1
         self.deadline = 0.0
 
@@ -49,10 +49,15 @@ class _Worker:
 
 
 class Pool:
-    """Calls `function` (`file.py:name` or `module:name`) in up to `size` processes, started when they are first needed."""
+    """Calls `function` (`file.py:name` or `module:name`) in up to `size` processes, started when they are first needed.
 
-    def __init__(self, function: str, *, arguments: dict[str, Any] | None = None, size: int = 2, timeout: float = 10.0) -> None:
-        self.function, self.arguments, self.size, self.timeout = function, arguments or {}, size, timeout
+    `adapter` (`module:name`) turns the function, in each process, into one that is called as this pool calls.
+    """
+
+    def __init__(
+        self, function: str, *, adapter: str | None = None, arguments: dict[str, Any] | None = None, size: int = 2, timeout: float = 10.0
+    ) -> None:
+        self.function, self.adapter, self.arguments, self.size, self.timeout = function, adapter, arguments or {}, size, timeout
         self.workers: list[_Worker] = []
 
     def map(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
@@ -90,7 +95,7 @@ class Pool:
 
     def start(self, count: int) -> None:
         """Have at least `count` workers ready. Raises PluginError where the function cannot be imported."""
-        new = [_Worker(self.function, self.arguments, self.timeout) for _ in range(count - len(self.workers))]
+        new = [_Worker(self.function, self.adapter, self.arguments, self.timeout) for _ in range(count - len(self.workers))]
         self.workers += new
         for worker in new:
             problem = worker.hello()

@@ -1,8 +1,8 @@
 """The process in which reward functions run: `python -m jackfield_rewards.worker FD`. Imports nothing heavy by itself.
 
-Over the connection comes first (function, arguments, sys.path, seconds); back goes None, or why the function cannot be imported.
-Then comes one list of positional arguments a call; back goes (True, result) or (False, traceback).
-`print` in a reward function goes where the run's own output goes.
+Over the connection comes first (function, adapter or None, arguments, sys.path, seconds); back goes None, or why the function cannot be
+imported. An adapter takes the function and returns the one to call in its place. Then comes one list of positional arguments a call; back
+goes (True, result) or (False, traceback). `print` in a reward function goes where the run's own output goes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ def resolve(name: str) -> Any:
 
 def main(connection: Connection) -> None:
     """Serve calls until the other side closes."""
-    name, arguments, path, seconds = connection.recv()
+    name, adapter, arguments, path, seconds = connection.recv()
     sys.path[:] = path
     try:
         function = resolve(name)
+        if adapter is not None:
+            function = resolve(adapter)(function)
     except Exception as error:  # noqa: BLE001 - importing the user's file runs foreign code
         connection.send(f"{type(error).__name__}: {error}")
         return
