@@ -1,7 +1,8 @@
-"""A whole GRPO step by phase: jackfield (backend torch) against TRL's GRPOTrainer, same model, prompts, tokens and type.
+"""A whole GRPO step by phase: jackfield against TRL's GRPOTrainer, same model, prompts, tokens and type.
 
     python bench/step.py --model models/smollm2 --trl-python ~/trl/bin/python      # both sides, one after the other
     python bench/step.py --model models/smollm2                                    # this side alone
+    python bench/step.py --shape 0.5b --engine vllm --dtype bfloat16 ...           # random weights of a shape of bench/shapes.py
 
 Each side runs in its own process: `--steps` steps, of which the first is dropped; medians with (min, max). With `--rounds` the sides
 take turns, each time in a new process, and the medians are over all rounds. Seconds are wall and CPU (of the process, all threads); on
@@ -33,6 +34,13 @@ TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALL
 """malloc without returning pages to the kernel: on a CPU both sides gain."""
 
 
+def wait() -> None:
+    """Until the device, where there is one, has done all that it was told."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 class Clock:
     """Wall and CPU seconds by phase; a phase inside another is not counted twice."""
 
@@ -42,12 +50,14 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the block to the phase."""
+        """Add the block, its work on the device included, to the phase."""
+        wait()
         begin = time.perf_counter(), time.process_time()
         self.inner.append([0.0, 0.0])
         try:
             yield
         finally:
+            wait()
             spent = [time.perf_counter() - begin[0], time.process_time() - begin[1]]
             inner = self.inner.pop()
             if self.inner:
@@ -68,6 +78,9 @@ class Clock:
 
     def result(self, **more: Any) -> str:
         """Every step, as JSON."""
+        torch = sys.modules["torch"]
+        if torch.cuda.is_available():
+            more["peak_device_mb"] = torch.cuda.max_memory_allocated() >> 20
         return json.dumps({"steps": self.steps, "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, **more})
 
 
@@ -107,20 +120,13 @@ def ours(args: argparse.Namespace) -> None:
     """This project's side."""
     import torch
 
-    from jackfield import Trainer, hookimpl, load_config
-    from jackfield_hf.engine import HFEngine
-    from jackfield_torch.backend import TorchBackend
-    from jackfield_vllm.engine import VLLM
+    from jackfield import Trainer, hookimpl, load_config, registry
 
     torch.set_num_threads(args.threads)
     clock = Clock()
-    for owner, method, name in (
-        (TorchBackend, "forward", "log-probs"),
-        (TorchBackend, "forward_backward", "update"),
-        (TorchBackend, "optimizer_step", "optimizer"),
-    ):
-        clock.wrap(owner, method, name)
-    engine: Any = {"hf": HFEngine, "vllm": VLLM}[args.engine]
+    backend, engine = registry.load("backend", args.backend), registry.load("engine", args.engine)
+    for method, name in (("forward", "log-probs"), ("forward_backward", "update"), ("optimizer_step", "optimizer")):
+        clock.wrap(backend, method, name)
     generate = engine.generate
     engine.generate = lambda self, requests: iter(_all(clock, generate, self, requests))
     with tempfile.TemporaryDirectory() as folder:
@@ -132,10 +138,10 @@ def ours(args: argparse.Namespace) -> None:
             "policy": {
                 "model": str(Path(args.model).resolve()),
                 "micro_batch_tokens": args.micro_tokens,
-                "backend": {"name": "torch", "dtype": args.dtype},
+                "backend": {"name": args.backend, "dtype": args.dtype},
                 "optimizer": {"lr": args.lr, "weight_decay": 0.0},
             },
-            "engine": {"name": "vllm", "max_model_len": 256} if args.engine == "vllm" else "hf",
+            "engine": {"name": "vllm", "max_model_len": max(256, 128 + args.new_tokens)} if args.engine == "vllm" else "hf",
             "seed": args.seed,
             "algorithm": "grpo",
             "dataset": {"name": "jsonl", "path": str(rows)},
@@ -272,7 +278,8 @@ def trl(args: argparse.Namespace) -> None:
 def main() -> None:
     """Run both sides and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--shape", help="instead of a model: random weights of this size, as a Llama")
     parser.add_argument("--trl-python", default=None)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=8)
@@ -285,6 +292,7 @@ def main() -> None:
     parser.add_argument("--trl-attention", default="sdpa", choices=["sdpa", "eager"])
     parser.add_argument("--trl-weights", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
+    parser.add_argument("--backend", default="torch")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--end", action="store_true", help="samples end at the end token instead of at --new-tokens")
@@ -295,19 +303,47 @@ def main() -> None:
     args = parser.parse_args()
     if args.side:
         return {"ours": ours, "trl": trl}[args.side](args)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.shape:
+            args.model = folder
+            make_model(args.shape, args.dtype, Path(folder))
+        if not args.model:
+            parser.error("give --model or --shape")
+        compare(args)
+    return None
+
+
+def make_model(shape: str, dtype: str, folder: Path) -> None:
+    """A Llama of the shape's sizes with random weights, and the quickstart's tokenizer."""
+    import torch
+    from shapes import SHAPES
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    sizes = {k: v for k, v in SHAPES[shape].items() if k not in ("architectures", "model_type", "torch_dtype")}
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).resolve().parent.parent / "examples" / "tiny")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Run the sides on `args.model` and print a table."""
     rounds: dict[str, list[dict[str, Any]]] = {}
     sides = {"ours": sys.executable} | ({"trl": args.trl_python} if args.trl_python else {})
     for side, python in list(sides.items()) * args.rounds:
         environment = os.environ | QUIET | {"OMP_NUM_THREADS": str(args.threads)} | (TUNED if args.malloc else {})
         done = subprocess.run(
-            [python, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:], "--side", side],
+            [python, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:], "--model", args.model, "--side", side],
             env=environment,
             cwd=tempfile.gettempdir() if side == "trl" else None,
             stdout=subprocess.PIPE,
             text=True,
         )
         if done.returncode:
-            sys.exit(f"{side}: failed with {done.returncode}")
+            sys.exit(f"{side}: failed with {done.returncode}; before it: {json.dumps(rounds)}")
         rounds.setdefault(side, []).append(json.loads(done.stdout.splitlines()[-1]))
     results = {side: summary(found) for side, found in rounds.items()}
     tokens = args.prompts * args.group * args.new_tokens
@@ -322,10 +358,10 @@ def main() -> None:
             print(f"{name:10} {kind:5}{line}{ratio}")
     for side, result in results.items():
         rewards = [[round(r, 2) for r in found["rewards"]] for found in result["rounds"]]
-        print(f"{side}: peak {result['peak_rss_mb']} MB; rewards {rewards[0] if len(rewards) == 1 else rewards}")
+        device = f", {max(r['peak_device_mb'] for r in result['rounds'])} MB of the GPU" if "peak_device_mb" in result["rounds"][0] else ""
+        print(f"{side}: peak {result['peak_rss_mb']} MB{device}; rewards {rewards[0] if len(rewards) == 1 else rewards}")
     if args.out:
         args.out.write_text(json.dumps({"args": {k: str(v) for k, v in vars(args).items()}, **results}, indent=1))
-    return None
 
 
 if __name__ == "__main__":
