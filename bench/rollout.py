@@ -75,12 +75,14 @@ def side(job: dict[str, Any], timeout: int) -> dict[str, Any]:
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", str(script), str(path)], capture_output=True, text=True, timeout=timeout, cwd=folder
             )
-        except subprocess.TimeoutExpired:
-            return {"error": f"more than {timeout} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"error": done.stderr.strip()[-1500:]}
-    found: dict[str, Any] = json.loads(lines[-1])
+            lines, error = done.stdout.strip().splitlines(), done.stderr.strip()[-1500:] if done.returncode else ""
+        except subprocess.TimeoutExpired as cut:
+            out: Any = cut.stdout or b""
+            lines, error = [line for line in out.decode().splitlines() if line.endswith("}")], f"more than {timeout} s"
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {"loads": {}}
+    if error or not lines:
+        found["error"] = error or "no output"
+    print(f"  {job['side']}: {json.dumps(found)}", flush=True)
     return found
 
 
@@ -148,8 +150,8 @@ def show(shape: str, loads: dict[str, Any], found: dict[str, Any], config: dict[
         print(f"\n{shape}, {load}: {tokens} new tokens, {prompts} prompt tokens; roofline {tokens / floor:,.0f} tok/s ({floor:.2f} s)")
         base = None
         for name, result in found.items():
-            if "error" in result:
-                print(f"  {name:10s} failed: {result['error'].splitlines()[-1] if result['error'] else '?'}")
+            if load not in result["loads"]:
+                print(f"  {name:10s} failed: {result['error'].splitlines()[-1]}")
                 continue
             times = [wall for wall, _ in result["loads"][load]["times"]][1:] or [result["loads"][load]["times"][0][0]]
             cpu = [used for _, used in result["loads"][load]["times"]][1:] or [result["loads"][load]["times"][0][1]]

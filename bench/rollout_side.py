@@ -144,7 +144,8 @@ def main(path: str) -> None:
             run(work)
             _wait(device)
             times.append((time.perf_counter() - wall, time.process_time() - cpu))
-        result["loads"][name] = {"times": times, "computed": job.get("computed", [0])[0]}
+            result["loads"][name] = {"times": times, "computed": job.get("computed", [0])[0]}
+            print(json.dumps(result), flush=True)  # what is measured stays, should the time run out
     if device.type == "cuda":
         result["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     print(json.dumps(result))
