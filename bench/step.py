@@ -141,7 +141,9 @@ def ours(args: argparse.Namespace) -> None:
                 "backend": {"name": args.backend, "dtype": args.dtype},
                 "optimizer": {"lr": args.lr, "weight_decay": 0.0},
             },
-            "engine": {"name": "vllm", "max_model_len": max(256, 128 + args.new_tokens)} if args.engine == "vllm" else "hf",
+            "engine": {"name": "vllm", "max_model_len": max(256, 128 + args.new_tokens), "max_num_seqs": args.prompts * args.group}
+            if args.engine == "vllm"
+            else "hf",
             "seed": args.seed,
             "algorithm": "grpo",
             "dataset": {"name": "jsonl", "path": str(rows)},
