@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
@@ -25,6 +24,8 @@ class PluginManager(pluggy.PluginManager):
         self.add_hookspecs(Hooks)
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         """Wall seconds spent by (plugin, hook); a wrapper's time includes what it wraps."""
+        self._passed: Any = None
+        """The result checked last: a wrapper that hands it on as it is costs no second check."""
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
         """Register and check; raises PluginError for a wrong hook signature or a name registered twice."""
@@ -35,9 +36,7 @@ class PluginManager(pluggy.PluginManager):
             raise PluginError(f"plugin {name!r} is registered already: name it once, or give one of the two another label") from error
         except pluggy.PluginValidationError as error:
             raise PluginError(f"plugin {name!r}: {' '.join(str(error).split())}; see docs/hooks for the signature") from error
-        for caller in self.get_hookcallers(plugin) or ():
-            if not caller.has_spec():
-                continue
+        for caller in [c for c in self.get_hookcallers(plugin) or () if c.has_spec()]:
             for impl in caller.get_hookimpls():
                 if impl.plugin is plugin:
                     impl.function = self._isolated(impl.function, name, caller.name, impl.wrapper)  # type: ignore[misc]
@@ -68,14 +67,16 @@ class PluginManager(pluggy.PluginManager):
     def _isolated(self, function: Callable[..., Any], plugin: str, hook: str, wrapper: bool) -> Callable[..., Any]:
         """The one place where plugin code is isolated: its exception becomes a PluginError that says whose it is."""
 
-        @functools.wraps(function)
         def call(*args: Any) -> Any:
             with self._guard(plugin, hook):
-                return results.checked(plugin, hook, function(*args), args)
+                self._passed = results.checked(plugin, hook, function(*args), args)
+                return self._passed
 
-        @functools.wraps(function)
         def call_wrapper(*args: Any) -> Generator[Any, Any, Any]:
             with self._guard(plugin, hook):
-                return results.checked(plugin, hook, (yield from function(*args)), args, wrapper=True)
+                found = yield from function(*args)
+                if found is not self._passed:
+                    self._passed = results.checked(plugin, hook, found, args, wrapper=True)
+                return found
 
         return call_wrapper if wrapper else call

@@ -20,10 +20,7 @@ from jackfield.errors import PluginError
 if TYPE_CHECKING:
     from jackfield.config import ComponentSpec
 
-KINDS: tuple[str, ...] = (
-    *("algorithm", "backend", "engine", "rollout", "reward", "dataset"),
-    *("launcher", "transport", "tracker", "hooks", "command"),
-)
+KINDS = ("algorithm", "backend", "engine", "rollout", "reward", "dataset", "launcher", "transport", "tracker", "hooks", "command")
 """Every kind of plugin; the entry-point group of a kind is `jackfield.<kind>`. (`jackfield.export` holds names for `jackfield` itself.)"""
 
 
@@ -55,10 +52,11 @@ def _scan(state: tuple[tuple[str, int], ...]) -> list[Entry]:
     found: dict[tuple[str, str, str], Entry] = {}
     for dist in distributions():
         if "[jackfield." in (dist.read_text("entry_points.txt") or ""):
+            owner = (meta := dist.metadata)["Name"], meta["Version"]  # parsed anew at each access
             for point in dist.entry_points:
                 kind = point.group.removeprefix("jackfield.")
                 if kind in (*KINDS, "export") and kind != point.group:
-                    found.setdefault((kind, point.name, dist.name), Entry(kind, point.name, point.value, dist.name, dist.version, point))
+                    found.setdefault((kind, point.name, owner[0]), Entry(kind, point.name, point.value, *owner, point))
     return sorted(found.values(), key=lambda e: (e.kind, e.name, e.distribution))
 
 

@@ -22,10 +22,11 @@ def checked(plugin: str, hook: str, value: Any, args: Sequence[Any], *, wrapper:
 
     Raises PluginError unless it is what the specification says.
     """
-    size = next((a.batch_size for a in args if isinstance(a, Batch)), None)
-    for each in value if wrapper and isinstance(value, list) else [value]:
-        if each is not None and hook in WANTED:
-            _check(f"plugin {plugin!r} returned from hook {hook!r}", hook, each, size)
+    if hook in WANTED:
+        size = next((a.batch_size for a in args if isinstance(a, Batch)), None)
+        for each in value if wrapper and isinstance(value, list) else [value]:
+            if each is not None:
+                _check(f"plugin {plugin!r} returned from hook {hook!r}", hook, each, size)
     return value
 
 
@@ -34,9 +35,10 @@ def _check(who: str, hook: str, value: Any, size: Sequence[int] | None) -> None:
         raise PluginError(f"{who} a {type(value).__name__}; a {WANTED[hook].__name__} is wanted")
     if hook == "advantage":
         same(f"{who} advantages", value.advantages, value.tokens.shape)
-    for name, found in value.items() if isinstance(value, Batch) else ():
-        if isinstance(found, Tensor):
-            same(f"{who} {name}", found, value.batch_size if name in PER_SAMPLE else value.tokens.shape)
+    if isinstance(value, Batch):
+        samples, tokens = value.batch_size, value.tokens.shape  # a TensorClass's attributes are slow to come by
+        for name, found in [(n, v) for n, v in value.items() if isinstance(v, Tensor)]:
+            same(f"{who} {name}", found, samples if name in PER_SAMPLE else tokens)
     if hook == "filter" and size is not None:
         same(f"{who} a verdict", value, size, torch.bool)
     for name, found in value.items() if hook == "score" else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from importlib.metadata import distribution
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,7 +39,7 @@ def plugins(words: tuple[str, ...], as_json: bool, verbose: bool, config: str | 
         click.echo(_order(config))
         return
     found = [e for kind in (words or registry.KINDS) for e in registry.entries(kind)]
-    wanted = {name: _requirement(name) for name in {e.distribution for e in found}}
+    wanted = {name: _requirement(point) for name, point in {e.distribution: e.point for e in found}.items()}
     counts = Counter((e.kind, e.name) for e in found)
     rows = [_row(e, wanted[e.distribution], [o for o in found if counts[e.kind, e.name] > 1 and o.name == e.name], verbose) for e in found]
     if as_json:
@@ -70,11 +70,12 @@ def _row(entry: Entry, wanted: str, rivals: Sequence[Entry], verbose: bool) -> d
     return row
 
 
-def _requirement(dist: str) -> str:
-    """The versions of jackfield that a distribution asks for, as in its metadata; empty for jackfield's own plugins."""
-    if dist == "jackfield":
+def _requirement(point: EntryPoint) -> str:
+    """The versions of jackfield that a plugin's distribution asks for, as in its metadata; empty for jackfield's own plugins."""
+    dist = point.dist
+    if dist is None or dist.name == "jackfield":
         return ""
-    for line in distribution(dist).requires or ():
+    for line in dist.requires or ():
         match = re.fullmatch(r"jackfield\s*(?:\[[^]]*\])?\s*\(?([<>=!~][^;)]*)\)?\s*(?:;.*)?", line)
         if match:
             return match[1].replace(" ", "")
