@@ -40,7 +40,8 @@ def training_layout(backend: ComponentSpec, world: int) -> Layout:
     if backend.name == "torch":
         return Layout("torch", dp=world)
     if backend.name == "fsdp":
-        return Layout("fsdp", dp=world)
+        tp = int(options.get("tp", 1))
+        return Layout("fsdp", tp=tp, dp=_rest(world, tp, "backend fsdp", f"tp {tp}"))
     if backend.name == "megatron":
         tp, pp, cp, ep = (int(options.get(name, 1)) for name in ("tp", "pp", "cp", "ep"))
         dp = _rest(world, tp * pp * cp, "backend megatron", f"tp {tp} x pp {pp} x cp {cp}")

@@ -2,7 +2,8 @@
 
 Megatron numbers ranks with the tensor-parallel axis fastest, then context, expert, data, and pipeline slowest
 (`tp-cp-ep-dp-pp`; experts have their own tensor and data axes over the same ranks); vLLM tensor fastest, then pipeline, then
-data (`tp-pp-dp`), and an expert group is that many consecutive ranks. FSDP2 cuts each parameter's first dimension over all ranks.
+data (`tp-pp-dp`), and an expert group is that many consecutive ranks. FSDP2 cuts the first dimension of each parameter, or of
+its tensor-parallel part, over the data-parallel ranks; embeddings and head have no such part.
 """
 
 from __future__ import annotations

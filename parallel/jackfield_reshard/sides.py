@@ -31,7 +31,7 @@ class Holding:
         return volume
 
 
-def _chunk(length: int, parts: int, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _chunk(length: np.ndarray, parts: int, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """torch.chunk: parts of ceil(length / parts), the last ones shorter or empty."""
     step = -(-length // parts)
     start = np.minimum(position * step, length)
@@ -79,7 +79,11 @@ def holding(tensor: Tensor, layout: Layout, where: tuple[int, ...]) -> Holding:
     offset = np.zeros((len(ranks), len(tensor.shape)), dtype=np.int64)
     size = np.tile(np.array(tensor.shape, dtype=np.int64), (len(ranks), 1))
     if layout.kind == "fsdp":
-        offset[:, 0], size[:, 0] = _chunk(tensor.shape[0], layout.dp, axes["dp"][ranks])
+        if layout.tp > 1 and tensor.cut not in ("none", "vocabulary"):
+            along = len(tensor.shape) - 1 if tensor.cut == "columns" else int(tensor.expert)
+            offset[:, along], size[:, along] = _tensor_parallel(tensor, tensor.shape[along], layout.tp, axes["tp"][ranks], layout)
+        start, size[:, 0] = _chunk(size[:, 0], layout.dp, axes["dp"][ranks])
+        offset[:, 0] += start
     else:
         if tensor.expert and layout.ep > 1:
             offset[:, 0], size[:, 0] = _even(tensor, tensor.shape[0], layout.ep, axes["ep"][ranks], layout)

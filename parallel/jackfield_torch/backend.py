@@ -29,6 +29,8 @@ class TorchConfig(BackendConfig):
 
     packing: Literal["auto", "on", "off"] = "auto"
     """Run micro-batches without padding, equal prompts once: where it saves tokens; always; never. The gradient is the same."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks; bfloat16 halves the traffic, with a relative error of about 2^-8."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters; the rest stays as it is."""
 
@@ -84,8 +86,9 @@ class TorchBackend(Backend):
         return scorer
 
     def _optimizer(self, trainable: dict[str, nn.Parameter], masters: dict[str, Tensor], config: OptimizerConfig) -> MasterAdamW:
-        kind = MasterAdamW if self.context.world_size == 1 else ReplicatedAdamW
-        return kind(trainable, masters, config)
+        if self.context.world_size == 1:
+            return MasterAdamW(trainable, masters, config)
+        return ReplicatedAdamW(trainable, masters, config, getattr(torch, self.config.reduce_dtype))
 
     @property
     def position(self) -> Position:
@@ -190,10 +193,8 @@ class TorchBackend(Backend):
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(tensors[name])
-            for name, tensor, _ in weights(self.model):
-                if name in mine:
-                    tensor.copy_(mine[name])
         if self.optimizer is not None:
+            self.optimizer.write_back()
             self.optimizer.zero_grad()
             self.optimizer.load_state(moments, state["steps"])
         torch.set_rng_state(state["rng"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -25,17 +29,18 @@ from jackfield_torch.lora import Merged
 from jackfield_torch.model import export_model
 from jackfield_torch.optimizer import MasterAdamW
 from jackfield_torch.scoring import Scorer
+from jackfield_torch.tensor_parallel import Split, split
 
 
 class FSDPConfig(TorchConfig):
     """Settings of backend `fsdp`. The sharded weights are float32; `dtype` is what layers compute in."""
 
+    tp: int = Field(default=1, gt=0)
+    """Tensor parallel size, by the plan that the transformers model brings; the role's other ranks are data parallel."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass and gather them again for backward: less memory, more traffic."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer states on the host (GPUs only)."""
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are summed over ranks; bfloat16 halves the traffic, with a relative error of about 2^-8 a rank."""
 
 
 class _Root(nn.Module):
@@ -53,20 +58,25 @@ class _Root(nn.Module):
 class ShardedAdamW(MasterAdamW):
     """The same optimizer on this rank's shards; only the gradient norm needs the other ranks."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
-        self.sharded = dict(parameters)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, tensor: Split) -> None:
+        self.sharded, self.tensor = dict(parameters), tensor
         local = {n: nn.Parameter(_local(p).detach()) for n, p in parameters.items()}  # a view: steps write into the shards
         super().__init__(local, {}, config)
 
     def gradients(self) -> list[Tensor]:
-        """This rank's part of the accumulated gradients."""
+        """This rank's part of the accumulated gradients; collective where some are still to be summed over tensor-parallel ranks."""
         for name, parameter in self.sharded.items():
-            self.parameters[name].grad = None if parameter.grad is None else _local(parameter.grad)
+            gradient = None if parameter.grad is None else _local(parameter.grad)
+            if gradient is not None and name in self.tensor.partial:
+                self.tensor.sum(gradient)
+            self.parameters[name].grad = gradient
         return super().gradients()
 
     def norm(self, gradients: list[Tensor]) -> float:
-        """Global L2 norm over all ranks; collective."""
-        total = torch.stack([g.float().square().sum() for g in gradients]).sum() if gradients else torch.zeros(())
+        """Global L2 norm over all ranks; collective. What every tensor-parallel rank holds whole counts once."""
+        held = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        shares = [g.float().square().sum() / (1 if n in self.tensor.dims else self.tensor.size) for n, g in held.items()]
+        total = torch.stack(shares).sum() if shares else torch.zeros(())
         if dist.get_backend() != "gloo":
             total = total.cuda()
         dist.all_reduce(total)
@@ -80,24 +90,42 @@ class ShardedAdamW(MasterAdamW):
 
 
 class FSDPBackend(TorchBackend):
-    """Data parallel with weights, gradients and optimizer states sharded over the role's ranks (ZeRO 3); any world size."""
+    """Data parallel with weights, gradients and optimizer states sharded over the role's ranks (ZeRO 3); any world size.
+
+    One rank alone has nothing to shard: it is backend `torch` with this one's checkpoints, and makes no process group, except that
+    `cpu_offload` needs FSDP to bring layers to the GPU.
+    """
 
     Config = FSDPConfig
+    tensor = Split()
+    root: Any = None
+    """The module that FSDP is wrapped around; None for one rank alone."""
 
     def _place(self, trained: bool) -> dict[str, Tensor]:
         context, config = self.context, self.config
         if config.cpu_offload and context.device.type == "cpu":
             raise ConfigError("backend fsdp: cpu_offload has nothing to do on a CPU; leave it out")
-        if not dist.is_initialized():
-            backend = "nccl" if context.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        if context.world_size % config.tp:
+            rest = f"{context.world_size} % {config.tp} = {context.world_size % config.tp}"
+            raise ConfigError(
+                f"backend fsdp: tp is {config.tp}, which does not divide {context.role}'s {context.world_size} workers: {rest}"
+            )
+        if config.tp > 1 and config.lora is not None:
+            raise ConfigError(f"backend fsdp: adapters are not split over tp (tp is {config.tp}); use tp: 1 with lora")
+        if context.world_size == 1 and not config.cpu_offload:
+            return super()._place(trained)
+        if not dist.is_initialized():  # one rank with cpu_offload
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+            weakref.finalize(self, _leave, dist.group.WORLD)
         dtype = getattr(torch, config.dtype)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(torch.float32 if trained else dtype)
         self.scorer = self._scorer()  # on the whole model, while there still is one
-        self.mesh = init_device_mesh(context.device.type, (context.world_size,))
+        mesh = init_device_mesh(context.device.type, (context.world_size // config.tp, config.tp), mesh_dim_names=("dp", "tp"))
+        if config.tp > 1:
+            self.tensor = split(self.model, mesh["tp"])
         options: dict[str, Any] = {
-            "mesh": self.mesh,
+            "mesh": mesh["dp"],
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype), cast_forward_inputs=False
             ),
@@ -118,46 +146,65 @@ class FSDPBackend(TorchBackend):
         return layers
 
     def _optimizer(self, trainable: dict[str, nn.Parameter], masters: dict[str, Tensor], config: OptimizerConfig) -> MasterAdamW:
-        return ShardedAdamW(trainable, config)
+        return super()._optimizer(trainable, masters, config) if self.root is None else ShardedAdamW(trainable, config, self.tensor)
 
     @property
     def position(self) -> Position:
-        """Every rank has its own share of the batch."""
-        return Position(self.context.rank, self.context.world_size)
+        """Every rank has its own share of the batch, the same for the ranks that share a layer."""
+        tp = self.config.tp
+        return Position(self.context.rank // tp, self.context.world_size // tp, self.context.rank % tp == 0)
 
     def _score(self, batch: Batch, mask: Tensor, request: OutputRequest) -> Outputs:
+        if self.root is None:
+            return super()._score(batch, mask, request)
         return Outputs(**self.root(batch, mask, request, self._pack))
 
     def _score_to_train(self, batch: Batch, request: OutputRequest) -> Outputs:
         """A filler runs as well: the other ranks wait for its collectives (law 21)."""
-        return self._score(batch, batch.loss_mask, request)
+        return super()._score_to_train(batch, request) if self.root is None else self._score(batch, batch.loss_mask, request)
 
     def _backward(self, value: Tensor) -> None:
-        """FSDP averages over ranks; the loss has its denominators, so it is to be summed."""
-        (value * self.context.world_size).backward()
+        """FSDP averages over its ranks; the loss has its denominators, so it is to be summed."""
+        (value * self.position.dp_size).backward()
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs]:
         """See Backend."""
         with evaluating(self.model):
             outputs = [self._score(batch, batch.response_mask, request) for batch in micro_batches]
-        self.root.reshard()
+        self._reshard()
         return outputs
 
+    def _reshard(self) -> None:
+        """Give up layers that are still gathered."""
+        if self.root is not None:
+            self.root.reshard()
+
     def shards(self) -> list[Shard]:
-        """This rank's rows of each weight, as views of the sharded storage; buffers whole on every rank."""
-        self.root.reshard()
+        """This rank's rows of each weight (of its columns, where tensor parallelism splits those), as views of the sharded storage.
+
+        Buffers are whole on every rank.
+        """
+        self._reshard()
         out = []
         for name, tensor, local, buffer in self._parts():
             if not isinstance(tensor, DTensor):
                 out.append(whole_shard(name, local, buffer))
-                continue
-            rows = -(-tensor.shape[0] // self.context.world_size)
-            offset = (min(rows * self.context.rank, tensor.shape[0]), *(0,) * (tensor.dim() - 1))
-            if local.numel():
+            elif local.numel():
                 shape, size = tuple(tensor.shape), tuple(local.shape)
-                out.append(Shard(name, shape, offset, size, str(local.dtype).removeprefix("torch."), local, buffer))
+                out.append(Shard(name, shape, self._offset(name, shape), size, str(local.dtype).removeprefix("torch."), local, buffer))
         return out
+
+    def _offset(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Where this rank's box begins: tensor parallelism splits first, then FSDP cuts the rows of what is left."""
+        offset, rows = [0] * len(shape), shape[0]
+        if (dim := self.tensor.dims.get(name)) is not None:
+            extent = shape[dim] // self.tensor.size
+            offset[dim] = extent * self.tensor.rank
+            rows = extent if dim == 0 else rows
+        position = self.position
+        offset[0] += min(-(-rows // position.dp_size) * position.dp_rank, rows)
+        return tuple(offset)
 
     def _merged(self) -> Merged:
         return Merged(self.model, _local, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
@@ -171,20 +218,28 @@ class FSDPBackend(TorchBackend):
 
     def adopt(self, shards: Sequence[Shard]) -> bool:
         """FSDP owns its storage; an engine may adopt from it instead."""
-        return False
+        return self.root is None and super().adopt(shards)
 
     def _state(self) -> dict[str, Any]:
         """Sharded tensors by name, for torch.distributed.checkpoint: it reads them back on any number of ranks."""
-        self.root.reshard()
+        self._reshard()
+        adam = self.optimizer
+        trained: Mapping[str, Any] = {} if adam is None else adam.sharded if isinstance(adam, ShardedAdamW) else adam.masters
         kept = ((n, t) for n, t, _ in weights(self.model) if self.merged is None or t.requires_grad)
-        state: dict[str, Any] = {f"weight/{n}": t.detach() for n, t in kept}
-        if isinstance(self.optimizer, ShardedAdamW):
-            moments = self.optimizer.state()
-            for name, parameter in self.optimizer.sharded.items():
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    local = moments.get(f"{kind}/{name}", torch.zeros_like(_local(parameter.detach())))
-                    state[f"{kind}/{name}"] = _like(parameter, local)
+        state: dict[str, Any] = {f"weight/{n}": trained.get(n, t).detach() for n, t in kept}
+        moments = {} if adam is None else adam.state()
+        for name, parameter in trained.items():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                local = moments.get(f"{kind}/{name}", torch.zeros_like(_local(parameter.detach())))
+                state[f"{kind}/{name}"] = _like(parameter, local)
         return state
+
+    @contextmanager
+    def _checkpointing(self) -> Iterator[dict[str, Any]]:
+        """Arguments for torch.distributed.checkpoint, which warns of what is meant where one rank is alone."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            yield {"no_dist": self.root is None}
 
     def save(self, folder: Path) -> None:
         """A torch.distributed checkpoint; collective. Raises CheckpointError."""
@@ -194,7 +249,8 @@ class FSDPBackend(TorchBackend):
         if self.context.device.type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state(self.context.device)
         try:
-            dcp.save(self._state(), checkpoint_id=folder)
+            with self._checkpointing() as how:
+                dcp.save(self._state(), checkpoint_id=folder, **how)
             torch.save(own, folder / f"state-{self.context.rank}.pt")
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             raise CheckpointError(f"{folder}: cannot be written ({str(error).splitlines()[0]}); is the disk full?") from error
@@ -203,12 +259,14 @@ class FSDPBackend(TorchBackend):
         """Collective. Random numbers continue only on as many ranks as wrote the checkpoint."""
         state = self._state()
         try:
-            dcp.load(state, checkpoint_id=folder)
+            with self._checkpointing() as how:
+                dcp.load(state, checkpoint_id=folder, **how)
             mine = folder / f"state-{self.context.rank}.pt"
             own = torch.load(mine if mine.exists() else folder / "state-0.pt", weights_only=True)
         except (OSError, RuntimeError, EOFError, dcp.api.CheckpointException) as error:
             raise CheckpointError(f"{folder}: cannot be read ({str(error).splitlines()[0]}); resume from another checkpoint") from error
-        if isinstance(self.optimizer, ShardedAdamW):
+        if self.optimizer is not None:
+            self.optimizer.write_back()
             moments = {n: torch.tensor(v) for n, v in own["stepped"].items()}
             names = {n.partition("/")[2] for n in moments}
             for key, value in state.items():
@@ -223,7 +281,7 @@ class FSDPBackend(TorchBackend):
 
     def export(self, folder: Path) -> None:
         """See Backend; tensors are gathered one at a time, and rank 0 writes them."""
-        self.root.reshard()
+        self._reshard()
         whole = {}
         for name, tensor, part, _ in self._parts():
             full = _like(tensor, part).full_tensor() if isinstance(tensor, DTensor) else part
@@ -233,6 +291,12 @@ class FSDPBackend(TorchBackend):
             export_model(self.model, self.model_config, folder, whole)
         if self.context.world_size > 1:
             dist.barrier()
+
+
+def _leave(group: Any) -> None:
+    """End the group of a backend that made one for itself."""
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
 
 
 def _local(tensor: Any) -> Tensor:

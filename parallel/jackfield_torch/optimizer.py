@@ -78,14 +78,16 @@ class MasterAdamW:
                 group["lr"] = rate
             if self.updated is None:
                 self.adam.step()
-                self._write_back(self.narrow)
+                self.write_back()
             else:
                 self._step_by_layer(self.updated)
         self.steps += 1
         self.zero_grad()
         return metrics
 
-    def _write_back(self, names: Sequence[str]) -> None:
+    def write_back(self, names: Sequence[str] | None = None) -> None:
+        """Copy masters into the narrow parameters: those of the names, or all."""
+        names = self.narrow if names is None else names
         if names:
             torch._foreach_copy_([self.parameters[n].data for n in names], [self.masters[n] for n in names])
 
@@ -101,7 +103,7 @@ class MasterAdamW:
                 own = {id(self.masters[n]) for n in names}
                 self.adam.param_groups = [g | {"params": [p for p in g["params"] if id(p) in own]} for g in whole]
                 self.adam.step()
-                self._write_back([n for n in names if n in narrow])
+                self.write_back([n for n in names if n in narrow])
                 updated(names)
         finally:
             self.adam.param_groups = whole
@@ -151,6 +153,13 @@ class MasterAdamW:
 class ReplicatedAdamW(MasterAdamW):
     """The same optimizer on every rank of the default group: gradients are summed over the ranks first, so that replicas stay equal."""
 
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], config: OptimizerConfig, reduce_dtype: torch.dtype
+    ) -> None:
+        """`reduce_dtype`: the type in which gradients travel and are added."""
+        super().__init__(parameters, masters, config)
+        self.reduce_dtype = reduce_dtype
+
     @torch.no_grad()
     def step(self) -> dict[str, float]:
         """See MasterAdamW; collective. A weight that has a gradient on no rank has none here either, and stays as it is."""
@@ -161,7 +170,10 @@ class ReplicatedAdamW(MasterAdamW):
         for master, ranks in zip(masters, found.tolist(), strict=True):
             if ranks:
                 master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-                waiting.append(dist.all_reduce(master.grad, async_op=True))
-        for work in waiting:
+                sent = master.grad.to(self.reduce_dtype)  # itself, where that is float32
+                waiting.append((master.grad, sent, dist.all_reduce(sent, async_op=True)))
+        for gradient, total, work in waiting:
             work.wait()
+            if total is not gradient:
+                gradient.copy_(total)
         return super().step()

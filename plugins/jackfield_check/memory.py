@@ -51,8 +51,8 @@ def parameters(table: list[Tensor]) -> float:
 def frozen(table: list[Tensor], layout: Layout, options: Mapping[str, Any]) -> Need:
     """A model that only scores: a reference, an engine without its cache."""
     item = ITEM[options.get("dtype", "float32")]
-    if layout.kind == "fsdp":  # the shards are float32 whatever the layers compute in
-        return Need({"weights": 4 * elements(table, layout), "gathered layers": _gathered(table, item)})
+    if layout.kind == "fsdp" and layout.world > 1:  # the shards are float32 whatever the layers compute in
+        return Need({"weights": 4 * elements(table, layout), "gathered layers": _gathered(table, item, layout.tp)})
     return Need({"weights": item * elements(table, layout)})
 
 
@@ -60,18 +60,21 @@ def trained(table: list[Tensor], layout: Layout, options: Mapping[str, Any], con
     """A model in training with AdamW: its moments are 8 bytes an element, and a bfloat16 model has float32 masters of 4 more.
 
     Activations follow Korthikanti et al. (arXiv 2205.05198, equation 2 without the attention matrix): 34 bytes a token, layer and
-    hidden unit at 16 bits; with recomputation 2, and one layer in full.
+    hidden unit at 16 bits; with recomputation 2, and one layer in full. Tensor parallelism without sequence parallelism (fsdp) divides
+    24 of the 34 (their section 4.2.1).
     """
     item, held = ITEM[options.get("dtype", "float32")], elements(table, layout)
-    if layout.kind == "fsdp":
-        need = Need({"weights": 4 * held, "gradients": 4 * held, "optimizer": 8 * held, "gathered layers": _gathered(table, item)})
+    if layout.kind == "fsdp" and layout.world > 1:
+        gathered = _gathered(table, item, layout.tp)
+        need = Need({"weights": 4 * held, "gradients": 4 * held, "optimizer": 8 * held, "gathered layers": gathered})
     else:
         gradient = ITEM[options.get("grad_reduce_dtype", "float32")] if layout.kind == "megatron" else item
         states = 8 + (4 if item == 2 else 0)
         shared = layout.dp * layout.cp if layout.kind == "megatron" and options.get("distributed_optimizer") is not False else 1
         need = Need({"weights": item * held, "gradients": gradient * held, "optimizer": states * held / shared})
     layers, hidden = depth_of(table), config["hidden_size"]
-    whole = 34 * item / 2 * tokens * hidden / (layout.tp * layout.cp)
+    units = 10 + 24 / layout.tp if layout.kind == "fsdp" else 34 / layout.tp
+    whole = units * item / 2 * tokens * hidden / layout.cp
     if options.get("activation_checkpointing"):
         need.parts["activations"] = item * tokens * hidden / layout.cp * layers + whole
     else:
@@ -79,8 +82,8 @@ def trained(table: list[Tensor], layout: Layout, options: Mapping[str, Any], con
     return need
 
 
-def _gathered(table: list[Tensor], item: int) -> float:
+def _gathered(table: list[Tensor], item: int, tp: int) -> float:
     """FSDP keeps two units gathered (the next is fetched ahead): the two largest of the layers and what stands outside them."""
-    layer = sum(math.prod(t.shape) * len(t.layers) for t in table if t.place == "layer") / depth_of(table)
+    layer = sum(math.prod(t.shape) * len(t.layers) for t in table if t.place == "layer") / depth_of(table) / tp
     outside = sum(math.prod(t.shape) for t in table if t.place != "layer")
     return item * (max(layer, outside) + layer)

@@ -13,3 +13,12 @@ class TestAlone(BackendConformance):
     component = "fsdp"
     options = {"reshard_after_forward": False, "activation_checkpointing": True}
     family = "qwen2"
+
+
+class TestTensorParallel(BackendConformance):
+    """Norms of single heads (qwen3), whose gradients are partial."""
+
+    component = "fsdp"
+    options = {"tp": 2}
+    world_size = 2
+    family = "qwen3"

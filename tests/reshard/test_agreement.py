@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from jackfield import registry
 from jackfield.components import WorkerContext
-from jackfield.config import ModelConfig, OptimizerConfig
+from jackfield.config import ComponentSpec, ModelConfig, OptimizerConfig
 from jackfield.testing.models import tiny_model
 from jackfield_reshard.canonical import align
 from jackfield_reshard.families import read_config, tensors
@@ -85,6 +86,21 @@ def arrives(backend, layout, table, rank, world):
     link.sync(1)
     held = [(s.name, s.shape, s.offset, s.size, s.tensor.clone()) for s in engine.shards()]
     return report, held, [(s.name, s.shape, s.offset, s.size, s.tensor.clone()) for s in backend.shards()]
+
+
+@pytest.mark.parametrize("family,options", [("qwen2", {"tied": True, "vocab": 65}), ("qwen3", {})])
+def test_fsdp_with_tensor_parallelism(ranks, tmp_path, family, options):
+    """Real shards of dp 2 x tp 2 agree with the table, and reach an engine of tp 4 bit for bit."""
+    folder = tiny_model(tmp_path / "model", family, kv_heads=4, **options)
+    table, train, serve = tensors(read_config(folder)), Layout("fsdp", tp=2, dp=2), Layout("vllm", tp=4, vocabulary_multiple=64)
+
+    def body(rank, world):
+        backend = registry.build("backend", ComponentSpec(name="fsdp", options={"tp": 2}))
+        backend.setup(ModelConfig(path=str(folder)), None, WorkerContext("policy", CPU, 0, rank, world))
+        same(backend.shards(), table, train, rank)
+        return arrives(backend, serve, table, rank, world)[0].bytes_sent
+
+    assert all(sent > 0 for sent in ranks(4, body))
 
 
 @pytest.mark.megatron

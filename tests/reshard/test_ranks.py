@@ -47,6 +47,7 @@ CASES = {
     "to dp4": (QWEN2_TIED, Layout("megatron", tp=2, pp=2), Layout("vllm", dp=4, vocabulary_multiple=64)),
     "virtual stages to tp2": (QWEN2_TIED, Layout("megatron", tp=2, pp=2, vpp=2), Layout("vllm", tp=2, dp=2)),
     "fsdp to tp2": (QWEN2_TIED, Layout("fsdp", dp=4), Layout("vllm", tp=2, dp=2)),
+    "fsdp tp2 to tp4": (LLAMA, Layout("fsdp", tp=2, dp=2), Layout("vllm", tp=4)),
     "experts": (MOE, Layout("megatron", tp=2, pp=2, ep=2), Layout("vllm", tp=2, dp=2, ep=4)),
 }
 
