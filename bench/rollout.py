@@ -94,7 +94,7 @@ def loads_for(cuda: bool, quick: bool) -> dict[str, list[tuple[list[int], int]]]
         counts = (256, 1024, 2048)
         return {**{f"uniform {n}": uniform(n, 512, 256) for n in counts}, "rl 1024": rl(1024, 16, 512, 512, 2048)}
     counts = (16,) if quick else (16, 64, 128)
-    return {**{f"uniform {n}": uniform(n, 48, 64) for n in counts}, f"rl {counts[-1]}": rl(counts[-1], 8, 160, 32, 128)}
+    return {**{f"uniform {n}": uniform(n, 48, 64) for n in counts}, **{f"rl {n}": rl(n, 8, 160, 32, 64) for n in counts}}
 
 
 def main() -> None:
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--quick", action="store_true", help="one small shape, two repetitions")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one contender")
+    parser.add_argument("--cpu-linear", choices=("shared", "packed"), help="the engine's setting of that name; default: its own")
     parser.add_argument("--loads", nargs="+", help="only loads whose name starts so")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -125,7 +126,12 @@ def main() -> None:
             config = write_config(shape, Path(folder, shape))
             job = {"cuda": cuda, "model": str(Path(folder, shape)), "dtype": dtype, "loads": loads, "repetitions": repetitions}
             job |= {"max_len": -(-longest // 64) * 64, "memory": 0.8 if cuda else 0.2, "kv_bytes": 2**31}
-            found = {s: side({**job, "side": s.removesuffix("_tuned"), "options": options(s, cuda)}, args.timeout) for s in args.sides}
+            ours = {"cpu_linear": args.cpu_linear} if args.cpu_linear else {}
+            jobs = {
+                s: {**job, "side": s.removesuffix("_tuned"), "options": options(s, cuda) | (ours if s == "ours" else {})}
+                for s in args.sides
+            }
+            found = {s: side(jobs[s], args.timeout) for s in args.sides}
             report["shapes"][shape] = found
             show(shape, loads, found, config, machine, 2 if dtype == "bfloat16" else 4)
     if args.out:

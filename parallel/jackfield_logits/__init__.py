@@ -16,6 +16,9 @@ from jackfield.components import OutputRequest, Outputs
 _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _KEEP_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Log-probs of all the vocabulary are kept for backward up to this size, which saves one of four products with the head."""
+_BLOCK_BYTES = {"cpu": 128 << 20}
+"""Gradients of logits are gathered up to this size before they are multiplied: each product reads and writes the head's whole gradient,
+which costs as much as the arithmetic of a chunk that suits a CPU's cache. Elsewhere chunk by chunk."""
 _TOP = 256
 """Candidates in which the nucleus is looked for before all of the vocabulary is sorted."""
 
@@ -68,6 +71,13 @@ def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
 
 
+def _blocks(tokens: int, vocabulary: int, x: Tensor) -> list[list[slice]]:
+    """Chunks whose gradients are multiplied together."""
+    chunks = _chunks(tokens, vocabulary, x.device)
+    size = max(1, _BLOCK_BYTES.get(x.device.type, 0) // (x.element_size() * vocabulary * (chunks[0].stop if chunks else 1)))
+    return [chunks[i : i + size] for i in range(0, len(chunks), size)]
+
+
 class _TokenStats(torch.autograd.Function):
     """`x` is logits where `weight` is None, else hidden states. Beyond `_KEEP_BYTES` nothing of size [N, V] is saved."""
 
@@ -108,20 +118,23 @@ class _TokenStats(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         vocabulary = x.shape[-1] if weight is None else weight.shape[0]
-        for rows in _chunks(len(x), vocabulary, x.device):
-            grad_log_prob, grad_entropy, grad_squares = (g[rows, None] for g in grads)
-            log_pi = ctx.kept.get(rows.start)
-            if log_pi is None:
-                log_pi = _TokenStats.scores(x[rows], weight, bias, labels[rows], request).log_softmax(-1)
-            pi = log_pi.exp()
-            slope = -grad_log_prob
-            if request.entropy:
-                log_pi = log_pi.clamp(min=-1e30)
-                slope = slope - grad_entropy * (log_pi - (pi * log_pi).sum(-1, keepdim=True))
-            if request.sum_pi_squared:
-                slope = slope + 2 * grad_squares * (pi - pi.square().sum(-1, keepdim=True))
-            grad = pi.mul_(slope).scatter_add_(-1, labels[rows, None], grad_log_prob)
-            grad = grad.div_(request.temperature).to(x.dtype)
+        for block in _blocks(len(x), vocabulary, x):
+            parts = []
+            for rows in block:
+                grad_log_prob, grad_entropy, grad_squares = (g[rows, None] for g in grads)
+                log_pi = ctx.kept.pop(rows.start, None)
+                if log_pi is None:
+                    log_pi = _TokenStats.scores(x[rows], weight, bias, labels[rows], request).log_softmax(-1)
+                pi = log_pi.exp()
+                slope = -grad_log_prob
+                if request.entropy:
+                    log_pi = log_pi.clamp(min=-1e30)
+                    slope = slope - grad_entropy * (log_pi - (pi * log_pi).sum(-1, keepdim=True))
+                if request.sum_pi_squared:
+                    slope = slope + 2 * grad_squares * (pi - pi.square().sum(-1, keepdim=True))
+                grad = pi.mul_(slope).scatter_add_(-1, labels[rows, None], grad_log_prob)
+                parts.append(grad.div_(request.temperature).to(x.dtype) if request.temperature != 1 else grad.to(x.dtype))
+            rows, grad = slice(block[0].start, block[-1].stop), parts[0] if len(parts) == 1 else torch.cat(parts)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
             if grad_weight is not None:

@@ -16,9 +16,12 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from jackfield.batch import Batch
+from jackfield_torch.short_attention import ShortAttention
 
 NAME = "jackfield"
 """Name of this attention in transformers' registry."""
+_NARROW = 256
+"""Longest samples, in tokens, for which all scores are held at once; PyTorch's kernel is as quick from about there on."""
 
 
 @dataclass
@@ -102,13 +105,16 @@ def attention(
     if odd or attention_mask is not None or jackfield_layout is None:
         raise ValueError(f"attention features {odd or 'mask or missing layout'} are not supported when packing")
     samples, width = jackfield_layout.rows.shape
+    dtype, cpu = query.dtype, query.device.type == "cpu"
+    if cpu and dtype == torch.bfloat16 and width <= _NARROW and not dropout and not sliding_window:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return ShortAttention.apply(query, key, value, jackfield_layout, scaling), None
     if jackfield_layout.source is not None:
         rows = jackfield_layout.rows.reshape(-1)
         query, key, value = (
             _Gather.apply(x, rows).view(x.shape[1], samples, width, x.shape[3]).transpose(0, 1) for x in (query, key, value)
         )
-    dtype = query.dtype
-    narrow = query.device.type == "cpu" and dtype != torch.float32
+    narrow = cpu and dtype != torch.float32
     if narrow:  # CPU kernels for attention in bfloat16 are slower than the casts, in the backward pass four times
         query, key, value = query.float(), key.float(), value.float()
     mask = None

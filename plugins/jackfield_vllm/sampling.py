@@ -29,11 +29,11 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (mixed >> np.uint64(11)) * 2.0**-53
 
 
-def choose(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Index i of each row with probability weights[i] / sum, by inversion of the cumulative sum.
+def choose(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Index i of each row with probability weights[i] / sum, by inversion of the cumulative sum; and the sum, float64 [B].
 
-    weights: float32 [B, V], not negative; uniform: float64 [B] in [0, 1). Sums run in float64 over blocks of the vocabulary, so the
-    weights are read twice and no noise of their size is drawn. An index of weight 0 is never chosen. Returns int64 [B].
+    weights: float32 [B, V], not negative; uniform: float64 [B] in [0, 1). Sums run over blocks of the vocabulary, so the
+    weights are read twice and no noise of their size is drawn. An index of weight 0 is never chosen, int64 [B].
     """
     rows, vocab = weights.shape
     block = math.gcd(vocab, 1024)
@@ -41,12 +41,13 @@ def choose(weights: Tensor, uniform: Tensor) -> Tensor:
         block = 256
         weights = torch.nn.functional.pad(weights, (0, -vocab % block))
     blocks = weights.view(rows, -1, block)
-    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    # on a CPU a sum in float64 converts a copy of everything first; there float32's order of summation does not depend on the batch
+    sums = blocks.sum(-1, dtype=torch.float64 if weights.is_cuda else None).cumsum(-1, dtype=torch.float64)
     target = uniform[:, None] * sums[:, -1:]
     which = _first_above(sums, target)
     before = torch.where(which > 0, sums.gather(1, (which - 1).clamp(min=0)), 0.0)
     inner = blocks.gather(1, which[..., None].expand(-1, -1, block))[:, 0].cumsum(-1, dtype=torch.float64)
-    return (which * block + _first_above(inner, target - before))[:, 0]
+    return (which * block + _first_above(inner, target - before))[:, 0], sums[:, -1]
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
@@ -87,11 +88,11 @@ def draw(logits: Tensor, kind: Kind, uniform: Tensor) -> tuple[Tensor, Tensor]:
     if temperature not in (0.0, 1.0):
         scores = scores / temperature
     scores = truncate(scores, top_p, top_k)
-    peak, best = scores.max(-1, keepdim=True)
-    weights = (scores - peak).exp_()
-    tokens = choose(weights, uniform) if temperature else best[:, 0]
-    log_sum = weights.sum(-1, dtype=torch.float64).log().float()
-    return tokens, (scores.gather(1, tokens[:, None]) - peak)[:, 0] - log_sum
+    peak = scores.amax(-1, keepdim=True)
+    tokens, total = choose((scores - peak).exp_(), uniform)
+    if not temperature:
+        tokens = scores.argmax(-1)
+    return tokens, (scores.gather(1, tokens[:, None]) - peak)[:, 0] - total.log().float()
 
 
 def draw_mixed(logits: Tensor, kinds: Sequence[Kind], uniform: Tensor) -> tuple[Tensor, Tensor]:

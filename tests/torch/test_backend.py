@@ -18,6 +18,7 @@ from jackfield_reshard.modules import whole_shard
 from jackfield_torch import packing
 from jackfield_torch.backend import TorchBackend, TorchConfig
 from jackfield_torch.optimizer import learning_rate
+from jackfield_torch.short_attention import ShortAttention
 
 
 def build(folder, optimizer=None, head="lm", init="pretrained", **options):
@@ -88,6 +89,24 @@ def test_rounding_is_not_taken_for_an_attention_of_its_own(tmp_path):
     batch = random_batch()
     shared, padded = (build(tmp_path, packing=p).forward([batch], OutputRequest())[0].log_probs for p in ("on", "off"))
     torch.testing.assert_close(shared, padded, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_short_samples_in_bfloat16_have_the_gradients_of_float32(tmp_path, monkeypatch, packing):
+    """On a CPU their attention is ours, forward and backward; the same weights in float32 take PyTorch's kernel."""
+    tiny_model(tmp_path, layers=1)
+    batch, used = random_batch(8, group_size=4), []
+    original = ShortAttention.apply
+    monkeypatch.setattr(ShortAttention, "apply", lambda *given: used.append(1) or original(*given))
+    narrow, wide = (build(tmp_path, OptimizerConfig(), packing=packing, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    for name, parameter in wide.model.named_parameters():
+        parameter.data.copy_(narrow.model.get_parameter(name))
+    for backend in (narrow, wide):
+        backend.forward_backward([batch], SimpleLoss())
+    assert used
+    for name, parameter in wide.model.named_parameters():
+        got = narrow.optimizer.masters[name].grad
+        assert float((got - parameter.grad).norm()) < 0.02 * float(parameter.grad.norm()), name
 
 
 def test_sliding_windows_are_kept_when_packing(tmp_path):

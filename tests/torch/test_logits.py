@@ -79,13 +79,21 @@ def test_chunks_do_not_show(monkeypatch):
     bias = torch.randn(33, requires_grad=True)
     labels, request = torch.randint(0, 33, (50,)), OutputRequest(True, True, True, 1.3, 0.9)
     results = []
-    for size, kept in ((1 << 30, 1 << 30), (4 * 33 * 7, 0), (4 * 33 * 7, 1 << 30)):
+    for size, kept, block in (
+        (1 << 30, 1 << 30, 0),
+        (4 * 33 * 7, 0, 0),
+        (4 * 33 * 7, 1 << 30, 0),
+        (4 * 33 * 7, 0, 4 * 33 * 21),
+        (4 * 33, 0, 1 << 30),
+    ):
         monkeypatch.setattr(L, "_CHUNK_BYTES", {"cpu": size})
         monkeypatch.setattr(L, "_KEEP_BYTES", {"cpu": kept})
+        monkeypatch.setattr(L, "_BLOCK_BYTES", {"cpu": block})
         out = L.log_probs_from_hidden(hidden, weight, labels, request, bias)
         loss = (out.log_probs * 2 + out.entropy - out.sum_pi_squared).sum()
         results.append([loss, *torch.autograd.grad(loss, [hidden, weight, bias])])
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+    for other in (1, 3, 4):
+        torch.testing.assert_close(results[0], results[other], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(results[1], results[2], rtol=0, atol=0)
 
 
