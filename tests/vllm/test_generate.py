@@ -1,5 +1,6 @@
 """Generation by real vLLM on CPU, with the trainer's weights as its own."""
 
+import functools
 import random
 
 import numpy as np
@@ -91,3 +92,15 @@ def test_sleep_gives_the_caches_memory_and_wake_takes_it_back(served):
     assert engine.wake() == freed
     assert sum(t.untyped_storage().nbytes() for t in engine.core.kv_caches()) == freed
     assert tokens(generate(engine, asked)) == before
+
+
+def test_norms_use_the_kernel_that_vllm_leaves_to_other_platforms(served):
+    """On a CPU the model's norms are replaced, with and without a residual, and mean the same."""
+    engine, _ = served
+    norms = [m for m in engine.core.model.modules() if type(m).__name__ == "RMSNorm"]
+    x, residual = torch.randn(5, 128), torch.randn(5, 128)
+    assert norms
+    for norm in norms:
+        assert isinstance(norm._forward_method, functools.partial)
+        want = norm.forward_native(x.clone()), *norm.forward_native(x.clone(), residual.clone())
+        torch.testing.assert_close((norm(x.clone()), *norm(x.clone(), residual.clone())), want, rtol=1e-5, atol=1e-5)
