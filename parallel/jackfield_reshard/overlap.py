@@ -25,6 +25,7 @@ from jackfield.components import Backend, Engine, WorkerContext
 from jackfield.errors import WorkerError
 from jackfield.shard import Shard, SyncReport
 from jackfield_reshard.transports import Auto, Resharding, message_device
+from jackfield_reshard.wire import meet
 
 _LAYER = re.compile(r".*\.layers\.(\d+)\.")
 
@@ -97,6 +98,7 @@ class Overlap(Auto):
         self._own_group = context.group
         if context.world_size > 1 and context.group is None:
             self._own_group = dist.new_group(list(range(context.world_size)))
+            meet(context.device, context.world_size, self._own_group)
         super().connect(source, destination, context)
         if source is not None and len(self.agreement.sources) == context.world_size:  # engines elsewhere are busy generating
             setattr(source, "updated", self._updated)  # noqa: B010 (no part of the contract: a backend may offer it)

@@ -18,7 +18,7 @@ from jackfield_reshard.copies import CopyList, same_storage
 from jackfield_reshard.exchange import Agreement, agree
 from jackfield_reshard.local import Part, views_in
 from jackfield_reshard.verify import verify
-from jackfield_reshard.wire import Wire
+from jackfield_reshard.wire import Wire, meet
 
 
 @contextmanager
@@ -92,6 +92,7 @@ class Resharding(Transport):
             self._problem(have, need),
         )
         self._check(self.agreement)
+        meet(context.device, context.world_size, self.group)
         self._compile(have, need)
         self._loads = self._by_name(have)
         self._plan_seconds = perf_counter() - begin

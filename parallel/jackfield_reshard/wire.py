@@ -63,6 +63,13 @@ def buckets(moves: Iterable[Move], dtypes: dict[str, torch.dtype], capacity: int
     return out
 
 
+def meet(device: torch.device, world_size: int, group: Any = None) -> None:
+    """Have NCCL connect the group now (collective). It does so at a group's first transfer, where it waits for every rank of the group:
+    in a sync, a rank that has nothing to send or receive would not come."""
+    if world_size > 1 and device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
 def wire_types(agreement: Agreement) -> dict[str, torch.dtype]:
     """The narrower of both sides' types for each tensor: what travels."""
     out = {}

@@ -181,3 +181,14 @@ def test_a_weight_that_nobody_holds_is_an_error():
         backend = FakeBackend([shard("a.weight", torch.randn(4, 2))])
         engine = FakeEngine([replace(shard("a.weight", torch.zeros(4, 2, dtype=torch.bfloat16)), tensor=None)])
         connect(Auto(), backend, engine)
+
+
+def test_a_group_meets_before_the_first_sync_where_transfers_would_wait_for_all_of_it(monkeypatch):
+    """On GPUs every rank takes part in a first collective; gloo needs none."""
+    from jackfield_reshard import wire
+
+    met = []
+    monkeypatch.setattr(wire.dist, "all_reduce", lambda tensor, group: met.append((tensor.device.type, group)))
+    for device, world in (("cpu", 4), ("meta", 1), ("meta", 4)):  # meta stands for a GPU
+        wire.meet(torch.device(device), world, "group")
+    assert met == [("meta", "group")]
