@@ -7,6 +7,14 @@ import torch
 from jackfield.components import Backend, Engine, Position
 from jackfield.shard import Shard
 
+DEVICE = "cpu"
+"""Where ranks keep their weights; bench/multi_gpu.py runs the tests of several ranks with "cuda"."""
+
+
+def place(rank):
+    """The rank's device."""
+    return torch.device(DEVICE if DEVICE == "cpu" else f"{DEVICE}:{rank}")
+
 
 def shard(name, tensor, shape=None, offset=None, dtype=None):
     """A shard over a tensor; by default the whole logical tensor."""

@@ -77,15 +77,16 @@ def perturbed(backend):
 
 def arrives(backend, layout, table, rank, world):
     """Connect to an engine of the given layout; its weights are then compared through the transport's own checksums and by name."""
-    engine = fakes.FakeEngine(materialise(table, layout, rank, None))
+    device = fakes.place(rank)
+    engine = fakes.FakeEngine(materialise(table, layout, rank, None, device=str(device)))
     link = Auto(Auto.Config(verify=True, bucket_bytes=1 << 14))
-    link.connect(backend, engine, WorkerContext("policy", CPU, 0, rank, world))
+    link.connect(backend, engine, WorkerContext("policy", device, 0, rank, world))
     report = link.sync(0)
     assert link.agreement.plan.prove().errors == ()
     perturbed(backend)
     link.sync(1)
-    held = [(s.name, s.shape, s.offset, s.size, s.tensor.clone()) for s in engine.shards()]
-    return report, held, [(s.name, s.shape, s.offset, s.size, s.tensor.clone()) for s in backend.shards()]
+    held = [(s.name, s.shape, s.offset, s.size, s.tensor.cpu().clone()) for s in engine.shards()]
+    return report, held, [(s.name, s.shape, s.offset, s.size, s.tensor.cpu().clone()) for s in backend.shards()]
 
 
 @pytest.mark.parametrize("family,options", [("qwen2", {"tied": True, "vocab": 65}), ("qwen3", {})])
@@ -131,7 +132,7 @@ def test_megatron(ranks, tmp_path, family, options, train, serve):
 
     def body(rank, world):
         backend = MegatronBackend(MegatronBackend.Config(**options, distributed_optimizer=False))
-        backend.setup(ModelConfig(path=str(folder)), OptimizerConfig(), WorkerContext("policy", CPU, 0, rank, world))
+        backend.setup(ModelConfig(path=str(folder)), OptimizerConfig(), WorkerContext("policy", fakes.place(rank), 0, rank, world))
         same(backend.shards(), table, train, rank)
         return arrives(backend, serve, table, rank, world)
 

@@ -23,13 +23,12 @@ fakes = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(fakes)
 shard = fakes.shard
 
-CPU = torch.device("cpu")
 MODEL = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 def connected(transport, backend, engine, rank=0, world=1, **settings):
     link = transport(transport.Config(**settings))
-    link.connect(backend, engine, WorkerContext("policy", CPU, 0, rank, world))
+    link.connect(backend, engine, WorkerContext("policy", fakes.place(rank), 0, rank, world))
     return link
 
 
@@ -40,8 +39,8 @@ def test_law_23_any_bucket_and_one_weight_in_each_layer(ranks, bucket):
     train, serve = Layout("megatron", tp=2, pp=2), Layout("vllm", tp=2, dp=2)
 
     def body(rank, world):
-        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0)))
-        engine = fakes.FakeEngine(materialise(table, serve, rank, None))
+        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0), device=str(fakes.place(rank))))
+        engine = fakes.FakeEngine(materialise(table, serve, rank, None, device=str(fakes.place(rank))))
         link = connected(P2P, backend, engine, rank, world, verify=True, bucket_bytes=bucket)
         link.sync(0)
         for s in backend.held:
@@ -50,7 +49,7 @@ def test_law_23_any_bucket_and_one_weight_in_each_layer(ranks, bucket):
         link.sync(1)
         norms = [s for s in engine.needs if s.name.endswith("input_layernorm.weight")]
         assert len(norms) == 4 and all(s.tensor[3] == -7.0 for s in norms)
-        for got, want in zip(engine.needs, materialise(table, serve, rank, drawn(0)), strict=True):
+        for got, want in zip(engine.needs, materialise(table, serve, rank, drawn(0), device=str(fakes.place(rank))), strict=True):
             if not got.name.endswith("input_layernorm.weight"):
                 assert torch.equal(got.tensor, want.tensor), got.name
         return engine.version, link._wire.pool_bytes
@@ -103,11 +102,12 @@ def test_law_25_tied_embeddings(ranks, pp, vpp):
     train = Layout("megatron", pp=pp, vpp=vpp)
 
     def body(rank, world):
-        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0)))
-        engine = fakes.FakeEngine([shard("model.embed_tokens.weight", torch.zeros(50, 16)), shard("lm_head.weight", torch.zeros(50, 16))])
+        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0), device=str(fakes.place(rank))))
+        empty = [torch.zeros(50, 16, device=fakes.place(rank)) for _ in range(2)]
+        engine = fakes.FakeEngine([shard("model.embed_tokens.weight", empty[0]), shard("lm_head.weight", empty[1])])
         connected(P2P, backend, engine, rank, world, verify=True).sync(0)
         want = drawn(0)("model.embed_tokens.weight", (50, 16))
-        assert all(torch.equal(s.tensor, want) for s in engine.needs)
+        assert all(torch.equal(s.tensor.cpu(), want) for s in engine.needs)
 
     ranks(pp, body)
 
@@ -141,8 +141,8 @@ def test_50_syncs_with_flat_memory(ranks, transport):
     train, serve = Layout("megatron", tp=2), Layout("vllm", dp=2)
 
     def body(rank, world):
-        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0)))
-        engine = fakes.FakeEngine(materialise(table, serve, rank, None))
+        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0), device=str(fakes.place(rank))))
+        engine = fakes.FakeEngine(materialise(table, serve, rank, None, device=str(fakes.place(rank))))
         link = connected(transport, backend, engine, rank, world, bucket_bytes=1 << 23)
         used = []
         for version in range(70):

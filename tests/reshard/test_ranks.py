@@ -54,7 +54,7 @@ CASES = {
 
 def expect(table, layout, rank, destination, seed, dtype):
     """The engine's shards of a rank hold what a layout of these values holds."""
-    wanted = materialise(table, layout, rank, drawn(seed), dtype)
+    wanted = materialise(table, layout, rank, drawn(seed), dtype, str(destination[0].tensor.device))
     for got, want in zip(destination, wanted, strict=True):
         assert (got.name, got.offset) == (want.name, want.offset)
         assert torch.equal(got.tensor, want.tensor), f"rank {rank} {got.name} {got.offset}"
@@ -73,10 +73,11 @@ def test_weights_arrive(ranks, case, transport):
     table = tensors(config)
 
     def body(rank, world):
-        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0)))
-        engine = fakes.FakeEngine(materialise(table, serve, rank, None))
+        device = fakes.place(rank)
+        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0), device=str(device)))
+        engine = fakes.FakeEngine(materialise(table, serve, rank, None, device=str(device)))
         link = transport(transport.Config(verify=True, bucket_bytes=1 << 12))
-        link.connect(backend, engine, WorkerContext("policy", torch.device("cpu"), 0, rank, world))
+        link.connect(backend, engine, WorkerContext("policy", device, 0, rank, world))
         proof = link.agreement.plan.prove()
         assert proof.errors == ()
         for version in (0, 1):
@@ -102,10 +103,11 @@ def separate(ranks, transport, train, serve, config=LLAMA, settings=None, source
     def body(rank, world):
         trains = rank < trainers
         layout, own = (train, rank) if trains else (serve, rank - trainers)
-        side = materialise(table, layout, own, drawn(0) if trains else None, source_dtype if trains else "float32")
+        device = fakes.place(rank)
+        side = materialise(table, layout, own, drawn(0) if trains else None, source_dtype if trains else "float32", str(device))
         backend, engine = (fakes.FakeBackend(side), None) if trains else (None, fakes.FakeEngine(side))
         link = transport(transport.Config(**(settings or {"verify": True, "bucket_bytes": 1 << 14})))
-        link.connect(backend, engine, WorkerContext("policy", torch.device("cpu"), 0, rank, world))
+        link.connect(backend, engine, WorkerContext("policy", device, 0, rank, world))
         reports = []
         for version in range(versions):
             if trains:
@@ -137,10 +139,11 @@ def test_ipc_reads_within_the_host(ranks):
     table = tensors(config)
 
     def body(rank, world):
-        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0)))
-        engine = fakes.FakeEngine(materialise(table, serve, rank, None))
+        device = fakes.place(rank)
+        backend = fakes.FakeBackend(materialise(table, train, rank, drawn(0), device=str(device)))
+        engine = fakes.FakeEngine(materialise(table, serve, rank, None, device=str(device)))
         link = Ipc(Ipc.Config(verify=True))
-        link.connect(backend, engine, WorkerContext("policy", torch.device("cpu"), 0, rank, world))
+        link.connect(backend, engine, WorkerContext("policy", device, 0, rank, world))
         for version in (0, 1, 2):
             if version == 2 and rank == 1:  # one trainer's storage moves, as offloading would
                 backend.held = [replace(s, tensor=s.tensor.clone()) for s in backend.held]

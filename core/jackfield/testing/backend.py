@@ -37,7 +37,7 @@ class BackendConformance:
     options: dict[str, Any] = {}
     """Its options."""
     world_size = 1
-    """Processes, joined by gloo."""
+    """Processes, joined by gloo, or by NCCL where `device` is `cuda`."""
     device = "cpu"
     family = "llama"
     """Architecture of the tiny model (jackfield.testing.models.tiny_model)."""

@@ -90,11 +90,14 @@ class Rank:
         return out
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, world_size: int, store: str, pipe: Any, device: str = "cpu") -> None:
     torch.set_num_threads(1)
     forget_process_group()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    me = Rank(rank, world_size)
+    backend, own = ("gloo", None) if device == "cpu" else ("cpu:gloo,cuda:nccl", torch.device(device, rank))
+    if own is not None:
+        torch.cuda.set_device(own)
+    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, device_id=own)
+    me = Rank(rank, world_size, str(own or device))
     while True:
         message = pickle.loads(pipe.recv_bytes())
         if message is None:
@@ -109,7 +112,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
 
 
 class Ranks:
-    """`world_size` processes joined by gloo, or this process alone; close it when done."""
+    """`world_size` processes joined by gloo (NCCL on `cuda`, one GPU each), or this process alone; close it when done."""
 
     def __init__(self, world_size: int = 1, device: str = "cpu") -> None:
         self.world_size = world_size
@@ -121,7 +124,7 @@ class Ranks:
             self.pipes, self.processes = [], []
             for rank in range(world_size):
                 mine, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, world_size, store, theirs), daemon=True)
+                process = context.Process(target=_serve, args=(rank, world_size, store, theirs, device), daemon=True)
                 process.start()
                 self.pipes.append(mine)
                 self.processes.append(process)
