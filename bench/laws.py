@@ -1,0 +1,185 @@
+"""Correctness over several GPUs (NCCL) or processes (gloo): the laws that several ranks could break, from the tests themselves.
+
+    python bench/laws.py --device cuda
+    python bench/laws.py --processes 4 --quick          # gloo
+
+- Laws 1 to 3 and 20: the backends' conformance kit (bench/laws_backends.py) in TP2 PP2, TP4, CP2, FSDP, and with 8 ranks TP2 PP2 DP2.
+- Laws 23 to 25: the tests of tests/reshard that need several ranks, each rank running the test function itself.
+- Laws 2 (log-probs), 23 and 26 with real components: Megatron and vLLM in their layouts, through an update and back again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ranks
+import report
+from ranks import Here, RanksFailed
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = ["megatron-tp2-pp2", "fsdp2"]
+
+
+def backends(device: str, most: int, quick: bool, timeout: float) -> list[dict[str, Any]]:
+    """One row for each layout and law."""
+    from laws_backends import LAWS
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "junit.xml")
+        names = " ".join(QUICK) if quick else ""
+        environment = os.environ | ranks.ENVIRONMENT | {"BENCH_DEVICE": device, "BENCH_RANKS": str(most), "BENCH_LAYOUTS": names}
+        environment["PYTHONPATH"] = os.pathsep.join([*ranks.SHELVES, os.environ.get("PYTHONPATH", "")])
+        file = Path(__file__).with_name("laws_backends.py")
+        command = [sys.executable, "-m", "pytest", "-q", "-x" if quick else "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        command += ["--rootdir", str(ROOT), str(file), f"--junitxml={out}"]
+        if quick:
+            command += ["-k", "test_micro_batches_do_not_show or test_gradient"]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder)
+        except subprocess.TimeoutExpired:
+            return [{"what": "backends", "error": f"not finished within {timeout:.0f} s"}]
+        if not out.is_file():
+            return [{"what": "backends", "error": (done.stdout + done.stderr)[-500:]}]
+        rows = []
+        for case in ET.parse(out).getroot().iter("testcase"):
+            layout = case.attrib["classname"].rpartition(".")[2].removeprefix("Test")
+            bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
+            row: dict[str, Any] = {"what": layout, "law": LAWS[case.attrib["name"]], "ok": not bad, "seconds": float(case.attrib["time"])}
+            rows.append(row | ({"error": bad[0].attrib.get("message", "")[:300]} if bad else {}))
+        return rows or [{"what": "backends", "error": f"nothing ran: {done.stdout[-300:]}"}]
+
+
+def _module(name: str, device: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"spmd_{name}", ROOT / "tests" / "reshard" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.fakes.DEVICE = device
+    return module
+
+
+def _runner(here: Here) -> Callable[..., list[Any]]:
+    """The fixture `ranks` of tests/reshard for one rank among many: run the body here, and have everybody's results."""
+    import torch.distributed as dist
+
+    def run(world: int, body: Callable[[int, int], Any], timeout: float = 0) -> list[Any]:
+        assert world == here.world, f"the test is for {world} ranks, here are {here.world}"
+        results: list[Any] = [None] * world
+        dist.all_gather_object(results, body(here.rank, world))
+        return results
+
+    return run
+
+
+def tests(quick: bool) -> list[tuple[int, str, str, str, dict[str, Any]]]:
+    """(ranks, law, module, test, arguments besides `ranks`)."""
+    from jackfield_reshard.layout import Layout
+    from jackfield_reshard.transports import P2P, Auto
+
+    arrive = [
+        "megatron tp2 pp2 to vllm tp2",
+        "to tp4, more than its key-value heads",
+        "to dp4",
+        "virtual stages to tp2",
+        "fsdp to tp2",
+        "experts",
+    ]
+    out: list[tuple[int, str, str, str, dict[str, Any]]] = []
+    for case in arrive[:2] if quick else arrive:
+        for transport in (P2P,) if quick else (P2P, Auto):
+            out.append((4, "23", "test_ranks", "test_weights_arrive", {"case": case, "transport": transport}))
+    out.append((4, "23", "test_ranks", "test_separate_trainers_and_engines", {"transport": P2P}))
+    for bucket in (1 << 12,) if quick else (16, 1 << 12, 256 << 20):
+        out.append((4, "23", "test_laws", "test_law_23_any_bucket_and_one_weight_in_each_layer", {"bucket": bucket}))
+    out += [(2, "25", "test_laws", "test_law_25_tied_embeddings", {"pp": 2, "vpp": v}) for v in (1, 2)]
+    families = [
+        ("llama", {"tp": 2, "pp": 2}, Layout("megatron", tp=2, pp=2), Layout("vllm", tp=2, dp=2)),
+        ("qwen2", {"tp": 2, "pp": 2}, Layout("megatron", tp=2, pp=2), Layout("vllm", tp=4)),
+        ("qwen3_moe", {"tp": 2, "pp": 2, "ep": 2}, Layout("megatron", tp=2, pp=2, ep=2, etp=1), Layout("vllm", tp=2, dp=2, ep=2)),
+    ]
+    for family, options, train, serve in [] if quick else families:
+        more = {"family": family, "options": options, "train": train, "serve": serve}
+        out.append((4, "23, 24, 25", "test_agreement", "test_megatron", more))
+    return out
+
+
+def _run_tests(here: Here, chosen: list[tuple[int, str, str, str, dict[str, Any]]]) -> list[float]:
+    took, run = [], _runner(here)
+    for _, _, module, name, arguments in chosen:
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            extra = {"tmp_path": Path(folder)} if name == "test_megatron" else {}
+            try:
+                getattr(_module(module, here.device.type), name)(run, **extra, **arguments)
+            except Exception as error:
+                raise RuntimeError(f"{name} {arguments} failed: {type(error).__name__}: {error}") from error
+        here.gate()
+        took.append(time.perf_counter() - begin)
+    return took
+
+
+def resharding(device: str, most: int, quick: bool, timeout: float) -> list[dict[str, Any]]:
+    """One row for each test; what needs more ranks than there are is said."""
+    rows: list[dict[str, Any]] = []
+    every = tests(quick)
+    for world in sorted({test[0] for test in every}):
+        mine = [test for test in every if test[0] == world]
+        if world > most:
+            rows += [{"what": _label(t), "law": t[1], "skipped": f"needs {world} ranks, here are {most}"} for t in mine]
+            continue
+        while mine:
+            try:
+                took = ranks.run(world, device, _run_tests, mine, timeout=timeout)[0]
+                rows += [{"what": _label(t), "law": t[1], "ok": True, "seconds": s} for t, s in zip(mine, took, strict=True)]
+                mine = []
+            except RanksFailed as error:
+                failed = next((k for k, t in enumerate(mine) if f"{t[3]} {t[4]}" in str(error)), 0)
+                rows += [{"what": _label(t), "law": t[1], "ok": True} for t in mine[:failed]]
+                rows.append({"what": _label(mine[failed]), "law": mine[failed][1], "ok": False, "error": _last(error)})
+                mine = mine[failed + 1 :]
+    return rows
+
+
+def _label(test: tuple[int, str, str, str, dict[str, Any]]) -> str:
+    said = [getattr(v, "__name__", None) or str(v) for v in test[4].values() if not isinstance(v, dict)]
+    return f"{test[3].removeprefix('test_')}: {', '.join(said)}"
+
+
+def _last(error: RanksFailed) -> str:
+    return str(error).strip().splitlines()[-1][:300]
+
+
+def main() -> None:
+    """Run, print, write; the exit status tells whether all held."""
+    import laws_engine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--quick", action="store_true", help="a few of each kind")
+    parser.add_argument("--engine", choices=("hf", "vllm"), help="default: vllm where it is installed")
+    parser.add_argument("--timeout", type=float, default=500, help="seconds for each of the three parts")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "laws.json")
+    args = parser.parse_args()
+    most = ranks.devices(args.device, args.processes)
+    rows = backends(args.device, most, args.quick, args.timeout)
+    rows += resharding(args.device, most, args.quick, args.timeout)
+    rows += laws_engine.rows(args.device, most, args.quick, args.timeout, args.engine)
+    print(report.table(rows))
+    report.write(args.out, rows)
+    sys.exit(any(row.get("ok") is False or "error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    main()
