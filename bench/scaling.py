@@ -197,7 +197,7 @@ def generation(most: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             found = ranks.run(world, args.device, generate, args.engine, args.shape, vars(args), timeout=args.timeout)
         except RanksFailed as error:
-            rows.append(_failed({"engine": args.engine, "ranks": world}, error))
+            rows.append(failed({"engine": args.engine, "ranks": world}, error))
             continue
         seconds = report.spread(report.slowest([r["seconds"] for r in found]))
         row = {"engine": args.engine, "ranks": world, "seconds": seconds, "tokens_per_s": seconds.per(sum(r["tokens"] for r in found))}
@@ -214,7 +214,7 @@ def training(most: int, args: argparse.Namespace, backend: str) -> list[dict[str
             settings = {"timeout": args.timeout, "environment": ranks.TRAINING}
             joined = ranks.run(world, args.device, train, backend, args.shape, vars(args), **settings)
         except RanksFailed as error:
-            rows.append(_failed(row, error))
+            rows.append(failed(row, error))
             continue
         try:
             alone = ranks.run(world, args.device, train, backend, args.shape, vars(args), alone=True, **settings) if world > 1 else joined
@@ -244,7 +244,8 @@ def _training_row(world: int, backend: str, joined: list[dict[str, Any]], alone:
     return row | {"workload": {k: first[k] for k in ("parameters", "layers", "micro_batches", "flops")}}
 
 
-def _failed(row: dict[str, Any], error: RanksFailed) -> dict[str, Any]:
+def failed(row: dict[str, Any], error: RanksFailed) -> dict[str, Any]:
+    """The row with the last line of what went wrong."""
     return row | {"error": str(error).strip().splitlines()[-1][:300]}
 
 
@@ -324,8 +325,8 @@ def main() -> None:
         print("\nModel (a prediction where nothing is measured)\n" + report.table(result["model"]))
     report.write(args.out, result)
     print(f"\nwritten: {args.out}")
-    if failed := [r for r in [*result.get("generation", ()), *result.get("training", ())] if "error" in r]:
-        sys.exit(f"{len(failed)} sizes failed, first: {failed[0]}")
+    if wrong := [r for r in [*result.get("generation", ()), *result.get("training", ())] if "error" in r]:
+        sys.exit(f"{len(wrong)} sizes failed, first: {wrong[0]}")
 
 
 def _machine(here: Here) -> dict[str, Any]:

@@ -9,9 +9,10 @@ measured on other hardware, with other models of the same size, and contain paus
 from __future__ import annotations
 
 import argparse
-import json
 import math
+from pathlib import Path
 
+import report
 from shapes import SHAPES
 
 from jackfield_reshard.classes import between
@@ -22,6 +23,7 @@ from jackfield_reshard.simulate import gather_everything, simulate
 from jackfield_reshard.topology import Topology
 
 PUBLISHED = {
+    "llama-2-13b": "0.043 s",
     "qwen3-30b": "verl about 7 s (32 GPUs), NeMo-RL 0.48 to 1.0 s, slime 7 s",
     "qwen3-235b": "verl 246 to 266 s full, 11 to 15 s delta; NeMo-RL 4.6 to 4.9 s; vLLM 3.3 s (8 to 8 H100)",
     "deepseek-v3": "NeMo-RL 2.4 to 9.3 s; checkpoint-engine 1T fp8 16 s; Perplexity 1T 1.3 s (256 to 128 GPUs)",
@@ -34,6 +36,7 @@ def cases() -> list[tuple[str, Layout, Layout, bool]]:
     for gpus in (8, 64, 512, 4096):
         tp, pp = (8, 1) if gpus == 8 else (8, 8)
         out.append(("llama-70b", Layout("megatron", tp=tp, pp=pp, dp=gpus // (tp * pp)), Layout("vllm", tp=8, dp=gpus // 8), False))
+    out.append(("llama-2-13b", Layout("megatron", tp=8), Layout("vllm", tp=4, dp=2), False))
     out.append(("qwen3-30b", Layout("megatron", tp=4, dp=4, ep=8), Layout("vllm", tp=4, dp=4, ep=4), True))
     out.append(("qwen3-235b", Layout("megatron", tp=4, pp=8, dp=4, ep=8), Layout("vllm", tp=4, dp=32, ep=8), False))
     out.append(("qwen3-235b", Layout("megatron", tp=4, pp=8, dp=4, ep=8), Layout("vllm", tp=4, dp=16, ep=8), True))
@@ -49,11 +52,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvlink", type=float, default=400)
     parser.add_argument("--network", type=float, default=50)
-    parser.add_argument("--memory", type=float, default=2100, help="GB/s of a copy (each byte read and written)")
+    parser.add_argument("--memory", type=float, default=4100, help="GB/s of a GPU's memory, reads and writes together")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--place", choices=("identity", "overlap"), default="identity")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "simulate_reshard.json")
     args = parser.parse_args()
     rates = {"nvlink": args.nvlink * 1e9, "network": args.network * 1e9, "memory": args.memory * 1e9, "gpus_per_node": args.gpus_per_node}
+    rows = []
     for name, train, serve, apart in cases():
         topology = (Topology.separate if apart else Topology.colocated)(train.world, serve.world, **rates)
         table = tensors(SHAPES[name])
@@ -63,26 +68,27 @@ def main() -> None:
         needed = float(made.received.sum(axis=0).mean())
         ours, theirs = simulate(made, alias=True), gather_everything(model, train.world, needed, topology, serve.world if apart else None)
         row = {
-            "simulation": True,
             "model": name,
             "gpus": train.world + (serve.world if apart else 0),
             "from": str(train),
             "to": str(serve),
             "separate": apart,
-            "model_gb": round(model / 1e9, 1),
-            "received_gb_per_gpu": round(float(proof.received.mean()) / 1e9, 2),
-            "seconds": round(ours.total, 4),
-            "node_seconds": round(ours.node, 4),
-            "network_seconds": round(ours.network, 4),
-            "gather_gb_per_gpu": round(model * (train.world - 1) / train.world / 1e9, 1),
-            "gather_seconds": round(theirs.total, 3),
-            "ratio": round(theirs.total / ours.total, 1) if ours.total else None,
-            "imbalance": round(proof.imbalance, 3),
+            "model_gb": model / 1e9,
+            "received_gb_per_gpu": float(proof.received.mean()) / 1e9,
+            "seconds": ours.total,
+            "node_seconds": ours.node,
+            "network_seconds": ours.network,
+            "gather_gb_per_gpu": model * (train.world - 1) / train.world / 1e9,
+            "gather_seconds": theirs.total,
+            "ratio": theirs.total / ours.total if ours.total else None,
+            "imbalance": float(proof.imbalance),
             "at_bound": not proof.errors,
+            "published_elsewhere": PUBLISHED.get(name),
         }
-        if name in PUBLISHED:
-            row["published_elsewhere"] = PUBLISHED[name]
-        print(json.dumps(row), flush=True)
+        rows.append(row)
+    print(f"SIMULATION, nothing here is measured: {args.nvlink:.0f} GB/s inside a node, {args.network:.0f} GB/s a GPU between nodes")
+    print(report.table(rows))
+    report.write(args.out, {"simulation": True, "settings": {k: str(v) for k, v in vars(args).items()}, "rows": rows})
 
 
 if __name__ == "__main__":

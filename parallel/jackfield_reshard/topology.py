@@ -18,8 +18,8 @@ class Topology:
     """Bytes a second that a GPU sends (and, at once, receives) inside its node."""
     network: float = 50e9
     """Bytes a second that a GPU sends to other nodes."""
-    memory: float = 2.1e12
-    """Bytes a second of a copy within a GPU (each byte read and written)."""
+    memory: float = 4.1e12
+    """Bytes a second that a GPU's memory moves, reads and writes together: a copy moves each byte twice."""
     latency: float = 20e-6
     """Seconds a message costs beside its bytes."""
     nodes: np.ndarray | None = field(default=None)
