@@ -9,6 +9,7 @@ PIP := $(VENV)/bin/python -m pip install -q --no-compile --disable-pip-version-c
 # Two cores: two test processes with one thread each are faster than one with two.
 JOBS ?= 2
 TESTS ?=
+BENCH ?=
 PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
@@ -23,7 +24,7 @@ help:
 	@echo "make test         install everything and run the tests (TESTS=tests/core for a part, JOBS=4 for more processes)"
 	@echo "make check        ruff, mypy, import contracts, sizes"
 	@echo "make docs         build the documentation site into site/"
-	@echo "make bench        list the benchmarks in bench/ and how to run them"
+	@echo "make bench        run the benchmarks that suit this machine (BENCH='plan reshard' for some); results in bench/results/"
 	@echo "make clean        remove what the above made, .venv included"
 
 quickstart: install
@@ -73,10 +74,10 @@ docs: install-all
 	@echo "site/index.html"
 
 bench: install-all
-	@for f in bench/*.py; do [ -e "$$f" ] && echo "$(VENV)/bin/python $$f --help" || echo "there is no benchmark yet"; done
+	$(VENV)/bin/python bench/all.py $(if $(BENCH),--only $(BENCH))
 
 changelog: | $(VENV)/bin/python
 	$(VENV)/bin/python docs/tools/changelog.py
 
 clean:
-	rm -rf $(VENV) build dist site runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site runs bench/results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

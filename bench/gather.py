@@ -13,7 +13,7 @@ import torch.distributed as dist
 from jackfield.shard import Shard
 from jackfield_reshard.families import Tensor
 from jackfield_reshard.layout import Layout
-from jackfield_reshard.sides import stages
+from jackfield_reshard.sides import shards, stages
 
 
 class Gather:
@@ -31,6 +31,11 @@ class Gather:
         self.sharers, self.group = self._group(train, rank, inside, axes, everyone)
         self.pipeline, self.pipe_group = self._group(train, rank, ("pp",), axes, everyone)
         self.sharded = train.kind == "fsdp"
+        self.boxes: dict[str, list[tuple[slice, ...]]] = {}
+        for sharer in self.sharers:
+            for shard in shards(table, train, sharer, "float32"):
+                box = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.size, strict=True))
+                self.boxes.setdefault(shard.name, []).append(box)
         depth = 1 + max(layer for t in table for layer in t.layers)
         self.names = [(t, t.name.format(layer), where[0]) for t in table for held, where in stages(t, train, depth) for layer in held]
         self.stage = int(axes["pp"][rank])
@@ -77,9 +82,10 @@ class Gather:
         assert shard is not None
         assert shard.tensor is not None
         parts = self._all_gather(shard.tensor.detach().contiguous())
-        along = next(d for d, (n, m) in enumerate(zip(shard.size, shard.shape, strict=True)) if n != m)
-        copies = count * shard.size[along] // shard.shape[along]  # key-value heads that several ranks hold
-        return torch.cat(parts[::copies], dim=along).reshape(tensor.shape)
+        full = torch.empty(shard.shape, dtype=self.dtype, device=self.device)
+        for part, box in zip(parts, self.boxes[name], strict=True):
+            full[box] = part
+        return full.reshape(tensor.shape)
 
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(own) for _ in self.sharers]

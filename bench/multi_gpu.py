@@ -232,7 +232,7 @@ def main() -> None:
         report.write(args.out, result)
         rows = found if isinstance(found, list) else _link_rows(found)
         wrong += sum("error" in row or row.get("ok") is False for row in rows)
-        shown = [{k: v for k, v in row.items() if k not in ("workload", "layouts")} for row in rows]
+        shown = [{k: v for k, v in row.items() if k not in ("workload", "layouts", "grad_norms")} for row in rows]
         print(f"\n{name} ({time.perf_counter() - begin:.0f} s)\n{report.table(shown)}", flush=True)
     print(f"\nwritten: {args.out}")
     sys.exit(f"{wrong} lines with an error" if wrong else 0)

@@ -107,10 +107,17 @@ def train(here: Here, backend: str, shape: str, options: dict[str, Any]) -> dict
     torch.manual_seed(1 + place.dp_rank)
     batches = [batch_of(lengths, SHAPES[shape]["vocab_size"], here.device, total) for _ in range(count)]
     passes, steps = [], []
+    norms: list[float] = []
     for _ in range(options["repetitions"]):
         passes += here.timed(lambda: trainer.forward_backward(batches, loss), 1)
-        steps += here.timed(trainer.optimizer_step, 1)
-    result = {"passes": passes, "optimizer": steps, "dp": place.dp_size, "flops": flops(SHAPES[shape], lengths * count) * place.dp_size}
+        steps += here.timed(lambda: norms.append(trainer.optimizer_step()["grad_norm"]), 1)
+    result: dict[str, Any] = {
+        "grad_norm": norms[0],
+        "passes": passes,
+        "optimizer": steps,
+        "dp": place.dp_size,
+        "flops": flops(SHAPES[shape], lengths * count) * place.dp_size,
+    }
     result |= {"tokens": total, "parameters": _parameters(shape), "layers": SHAPES[shape]["num_hidden_layers"], "micro_batches": count}
     if here.device.type == "cuda":
         result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -240,6 +247,7 @@ def _training_row(world: int, backend: str, joined: list[dict[str, Any]], alone:
         row |= {"alone_seconds": own, "communication_share": max(0.0, 1 - own.median / seconds.median)}
     if "peak_gib" in first:
         row |= {"peak_gib": max(r["peak_gib"] for r in joined), "nccl_share": statistics.median(r["nccl_share"] for r in joined)}
+    row["grad_norms"] = [r["grad_norm"] for r in joined]
     row["gflops_per_rank"] = first["flops"] / world / seconds.median / 1e9
     return row | {"workload": {k: first[k] for k in ("parameters", "layers", "micro_batches", "flops")}}
 
@@ -320,7 +328,10 @@ def main() -> None:
     if args.only != "generation":
         rows = [row for backend in args.backends for row in training(most, args, backend)]
         result["training"] = rows
-        print("\nTraining\n" + report.table([{k: v for k, v in row.items() if k != "workload"} for row in rows]), flush=True)
+        print(
+            "\nTraining\n" + report.table([{k: v for k, v in row.items() if k not in ("workload", "grad_norms")} for row in rows]),
+            flush=True,
+        )
         result["model"] = scaling_model.check_and_extend(rows, result["links"], args)
         print("\nModel (a prediction where nothing is measured)\n" + report.table(result["model"]))
     report.write(args.out, result)

@@ -1,7 +1,9 @@
 """What benchmarks share: spreads and tables, processes, and the models that predict what is not measured."""
 
 import argparse
+import importlib.util
 import json
+from pathlib import Path
 
 import collectives
 import pytest
@@ -13,6 +15,11 @@ import torch.distributed as dist
 from shapes import SHAPES
 
 from jackfield_reshard.families import tensors
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+_spec = importlib.util.spec_from_file_location("bench_all", BENCH / "all.py")  # a name that Python has already
+everything = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(everything)
 
 
 def test_the_cold_repetition_is_dropped():
@@ -88,6 +95,15 @@ def test_the_model_never_hides_more_than_there_is_time_for():
     check, *more = scaling_model.check_and_extend(rows, links, args)
     assert (check["measured"], check["predicted"], check["communication"]) == (1.0, 5.0, 4.0)
     assert [(line["ranks"], line["predicted"]) for line in more] == [(8, 7.0), (32, 7.75)]
+
+
+def test_what_a_machine_runs():
+    """Every script exists; several GPUs have a benchmark of their own, and what needs none of them runs everywhere."""
+    for gpus in (0, 1, 8):
+        lines = everything.benchmarks(gpus)
+        assert {"plan", "simulate_reshard", "switch", "train", "rollout"} <= set(lines)
+        assert ("multi_gpu" in lines) == (gpus > 1)
+        assert all((BENCH / line.split()[0]).is_file() for line, _ in lines.values())
 
 
 @pytest.mark.parametrize("name", SHAPES)
