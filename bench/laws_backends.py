@@ -42,7 +42,8 @@ LAWS = {
 
 def _case(name: str) -> type:
     backend, ranks, options, family = LAYOUTS[name]
-    made: type = type(name, (BackendConformance,), {"component": backend, "options": options, "family": family})
+    component = {"megatron": "jackfield_megatron.backend:MegatronBackend", "fsdp": "jackfield_torch.fsdp:FSDPBackend"}[backend]
+    made: type = type(name, (BackendConformance,), {"component": component, "options": options, "family": family})
     made.world_size, made.device, made.__test__ = ranks, DEVICE, True
     for method in [m for m in dir(BackendConformance) if m.startswith("test_") and m not in LAWS]:
         setattr(made, method, None)

@@ -122,8 +122,8 @@ def measure_laws(most: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure_training(most: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Pure data parallelism by every backend, and Megatron's TP2 PP2 where there are ranks for it."""
-    rows = [row for backend in scaling.BACKENDS for row in scaling.training(most, args.scaling, backend)]
-    if most >= 4:
+    rows = [row for backend in args.backends for row in scaling.training(most, args.scaling, backend)]
+    if most >= 4 and "megatron" in args.backends:
         split = argparse.Namespace(**vars(args.scaling) | {"tp": 2, "pp": 2})
         rows += [row | {"layout": "tp2 pp2"} for row in scaling.training(most, split, "megatron")]
     return rows
@@ -186,6 +186,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     made.add_argument("--model", dest="models", nargs="+", choices=RUNNABLE, help="of the switch; default: 7b and llama-2-13b on GPUs")
     made.add_argument("--scale", choices=RUNNABLE, help="of generation and training; default: 1.5b on GPUs, tiny on a CPU")
+    made.add_argument("--backends", nargs="+", choices=scaling.BACKENDS, default=list(scaling.BACKENDS))
     made.add_argument("--engine", choices=("hf", "vllm"), help="default: vllm on GPUs and for the laws, hf for throughput on a CPU")
     made.add_argument("--bucket-bytes", type=int, default=256 << 20)
     made.add_argument("--repetitions", type=int, default=5)

@@ -1,8 +1,9 @@
 """Runs a function on several processes: forked and joined by gloo on a CPU, spawned and joined by NCCL with one GPU each.
 
 GPUs are joined as the launchers join them (`cpu:gloo,cuda:nccl`): tensors on the device go through NCCL, small objects on the host
-through gloo. Each process takes its device before it joins, and names it, so that NCCL connects at once and on all ranks: a
-communicator made at the first transfer would wait for ranks that have nothing to send.
+through gloo. Each process takes its device before it joins, and a first collective connects NCCL on all ranks: a communicator made at
+the first transfer would wait for ranks that have nothing to send. `device_id` would connect it too, but then torch splits that
+communicator for every later group, also for groups of gloo, which leaves the ranks outside such a group waiting.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
 TRAINING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """For training alone: without it, what just fits is lost to fragmentation; vLLM's memory pool and CUDA IPC do not go with it."""
+
+
+sys.path[:0] = [shelf for shelf in SHELVES if shelf not in sys.path]  # a checkout need not be installed
 
 
 class RanksFailed(RuntimeError):
@@ -154,7 +159,6 @@ def _rank(
 ) -> None:
     status = 1
     try:
-        sys.path[:0] = [shelf for shelf in SHELVES if shelf not in sys.path]
         os.environ.update(settings)  # read when CUDA and NCCL start, which is below
         import torch
         import torch.distributed as dist
@@ -165,7 +169,8 @@ def _rank(
         if device == "cuda":
             place = torch.device("cuda", rank)
             torch.cuda.set_device(place)
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place, timeout=timedelta(minutes=5), **own)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=5), **own)
+            dist.all_reduce(torch.zeros(1, device=place))
         else:
             place = torch.device("cpu")
             torch.set_num_threads(1)

@@ -59,25 +59,27 @@ def compare(here: Here, table: list[Tensor], train: Layout, serve: Layout, optio
     shares = options["transport"] == "auto"
     way = transports.Auto if shares else transports.P2P
     trainer = Weights(source, adopts=shares)
-    extra = _Extra(here)
+    buffers = _Extra(here)
     link = way(way.Config(bucket_bytes=options["bucket_bytes"], verify=True))
     link.connect(trainer, ours, WorkerContext("policy", here.device, 0, here.rank, here.world))  # type: ignore[arg-type]
     planned = link._plan_seconds
     link.sync(0)  # with checksums
     link.config = way.Config(bucket_bytes=options["bucket_bytes"])
+    held, passing = buffers.kept(), _Extra(here)
     reports = []
     found: dict[str, Any] = {"seconds": here.timed(lambda: reports.append(link.sync(1)), options["repetitions"])}
+    found |= {"extra": None if held is None else held + passing.peak(), "kept": passing.kept()}
     last = reports[-1]
-    found |= {"plan_seconds": planned, "wire_seconds": [r.seconds["wire"] + r.seconds["copy"] for r in reports], "extra": extra.peak()}
+    found |= {"plan_seconds": planned, "wire_seconds": [r.seconds["wire"] + r.seconds["copy"] for r in reports]}
     found |= {"sent": last.bytes_sent, "copied": last.bytes_copied, "aliased": last.bytes_aliased, "pool": link._wire.pool_bytes}
     proof = link.agreement.plan.prove()
     found |= {"bound": int(proof.bound.sum()), "received": int(proof.received[here.rank]), "errors": proof.errors}
 
     theirs = materialise(table, serve, here.rank, None, dtype, device)
-    extra = _Extra(here)
+    passing = _Extra(here)
     gather = Gather(table, train, trainer.shards(), theirs, here.rank, options["gather_bucket_bytes"])
     found["gather_seconds"] = here.timed(gather.run, options["repetitions"])
-    found |= {"gather_received": gather.bytes_received, "gather_extra": extra.peak()}
+    found |= {"gather_received": gather.bytes_received, "gather_extra": passing.peak()}
     for mine, other in zip(ours.shards(), theirs, strict=True):
         assert mine.tensor is not None
         assert other.tensor is not None
@@ -99,6 +101,10 @@ class _Extra:
         """Bytes at most, None on a CPU."""
         return torch.cuda.max_memory_allocated() - self.before if self.cuda else None
 
+    def kept(self) -> int | None:
+        """Bytes that are still there."""
+        return torch.cuda.memory_allocated() - self.before if self.cuda else None
+
 
 def row(name: str, train: Layout, serve: Layout, found: list[dict[str, Any]], link_rate: float | None = None) -> dict[str, Any]:
     """All ranks' results as one line. `link_rate`: measured bytes a second of a rank, for the share of it that the switch reaches."""
@@ -115,6 +121,7 @@ def row(name: str, train: Layout, serve: Layout, found: list[dict[str, Any]], li
     line |= {"pool_mb": max(f["pool"] for f in found) / 1e6, "plan_seconds": max(f["plan_seconds"] for f in found)}
     if found[0]["extra"] is not None:
         line |= {"extra_mb": max(f["extra"] for f in found) / 1e6, "gather_extra_mb": max(f["gather_extra"] for f in found) / 1e6}
+        line["grown_mb"] = max(f["kept"] for f in found) / 1e6
     return line
 
 

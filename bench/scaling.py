@@ -215,6 +215,7 @@ def generation(most: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 def training(most: int, args: argparse.Namespace, backend: str) -> list[dict[str, Any]]:
     """Tokens a second at each size, joined and alone; efficiency against the smallest one that ran."""
     rows: list[dict[str, Any]] = []
+    single: list[dict[str, Any]] | None = None
     for world in (w for w in worlds(most) if w % (args.tp * args.pp) == 0 or backend != "megatron"):
         row: dict[str, Any] = {"backend": backend, "ranks": world}
         try:
@@ -223,10 +224,16 @@ def training(most: int, args: argparse.Namespace, backend: str) -> list[dict[str
         except RanksFailed as error:
             rows.append(failed(row, error))
             continue
-        try:
-            alone = ranks.run(world, args.device, train, backend, args.shape, vars(args), alone=True, **settings) if world > 1 else joined
-        except RanksFailed:  # a whole model may not fit where a part of it does
-            alone = None
+        single = joined if world == 1 else single
+        if world == 1:
+            alone: list[dict[str, Any]] | None = joined
+        elif args.device == "cuda" and world < most and single is not None:
+            alone = single * world  # GPUs contend little: measured at the largest size
+        else:
+            try:
+                alone = ranks.run(world, args.device, train, backend, args.shape, vars(args), alone=True, **settings)
+            except RanksFailed:  # a whole model may not fit where a part of it does
+                alone = None
         rows.append(row | _training_row(world, backend, joined, alone))
     return _efficiency(rows)
 

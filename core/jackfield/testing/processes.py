@@ -96,7 +96,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Any, device: str = "cpu
     backend, own = ("gloo", None) if device == "cpu" else ("cpu:gloo,cuda:nccl", torch.device(device, rank))
     if own is not None:
         torch.cuda.set_device(own)
-    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, device_id=own)
+    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     me = Rank(rank, world_size, str(own or device))
     while True:
         message = pickle.loads(pipe.recv_bytes())
