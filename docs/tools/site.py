@@ -12,6 +12,7 @@ from jackfield import registry
 from jackfield.config import RunConfig
 from jackfield.hookspecs import Hooks
 from jackfield.registry import KINDS
+from jackfield_commands.schema import schema
 
 DOCS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(DOCS / "tools"))
@@ -103,7 +104,8 @@ def config_page() -> str:
     ]
     head = "# Configuration\n\nOne YAML file; `a.b=c` on the command line overrides a field. A chosen plugin is a name, or\n"
     head += "`{name: ..., option: value}`; its own options are shown by `jackfield plugins show NAME`. Editors complete configs by the\n"
-    head += "[JSON schema](config.schema.json) (`jackfield config --schema`): `# yaml-language-server: $schema=config.schema.json`.\n\n"
+    head += "[JSON schema](config.schema.json): `jackfield config --schema > config.schema.json`, and in the config's first line\n"
+    head += "`# yaml-language-server: $schema=config.schema.json`. `jackfield config CONFIG --schema` adds its plugins' settings.\n\n"
     return head + "| field | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
@@ -158,7 +160,7 @@ def generated() -> dict[str, str]:
     pages = {f"hooks/{name}.md": hook_page(name) for name in hook_names()}
     pages |= {f"components/{kind}.md": component_page(kind) for kind in KINDS}
     pages |= {"hooks/index.md": hooks_index(), "components/index.md": components_index(), "config.md": config_page()}
-    pages["config.schema.json"] = json.dumps(RunConfig.model_json_schema(), indent=1)
+    pages["config.schema.json"] = json.dumps(schema(), indent=1)
     readme = (DOCS.parent / "README.md").read_text()
     pages["index.md"] = (
         readme.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing.md)").replace("](CHANGELOG.md)", "](changelog.md)")

@@ -8,18 +8,19 @@ from typing import Any
 import click
 
 from jackfield.config import RunConfig, load_config, load_raw
+from jackfield_commands.schema import schema
 
 
 @click.command("config")
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1)
-@click.option("--schema", is_flag=True, help="Print the JSON schema, for editors.")
-def show_config(config: str | None, overrides: tuple[str, ...], schema: bool) -> None:
+@click.option("--schema", "as_schema", is_flag=True, help="Print the JSON schema, for editors; with CONFIG also its plugins' settings.")
+def show_config(config: str | None, overrides: tuple[str, ...], as_schema: bool) -> None:
     """Show every field with its value, where it comes from and what it means."""
-    if schema:
-        click.echo(json.dumps(RunConfig.model_json_schema(), indent=1))
-        return
     values = load_config(config, overrides) if config else None
+    if as_schema:
+        click.echo(json.dumps(schema(values), indent=1))
+        return
     named = load_raw(config) if config else {}
     changed = {item.split("=", 1)[0] for item in overrides}
     _show(RunConfig, values, named, changed, "")

@@ -51,6 +51,15 @@ def test_each_field_is_in_the_reference_with_its_meaning(site):
     assert len(rows) <= 150, "a config of more than 150 fields is too large to read"
 
 
+def test_each_kind_of_error_is_in_the_catalogue():
+    from jackfield import errors
+
+    page = (ROOT / "docs" / "errors.md").read_text()
+    kinds = [n for n, k in vars(errors).items() if isinstance(k, type) and issubclass(k, Exception) and n != "JackfieldError"]
+    assert len(kinds) >= 7
+    assert [n for n in kinds if f"| `{n}` |" not in page] == []
+
+
 def test_links_between_pages_lead_somewhere(site):
     pages = set(site.generated()) | {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*") if p.is_file()}
     lost = []
