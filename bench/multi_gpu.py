@@ -208,7 +208,9 @@ def main() -> None:
     smaller = ["--tokens=128", "--length=32", "--prompts=2", "--prompt-tokens=16", "--new-tokens=16"] if cpu else ["--checkpointing"]
     args.scaling = scaling.complete(scaling.parser().parse_args([*given, f"--shape={shape}", *smaller]))
     roles = mapping.complete(mapping.parser().parse_args([*(g for g in given if "repetitions" not in g), f"--shape={shape}"]))
-    roles.processes, roles.steps = most // 4 * 4, args.repetitions
+    roles.processes, roles.steps = most // 4 * 4 or most, args.repetitions
+    if cpu:
+        import transformers  # noqa: F401 (once, for all processes that are forked)
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
     result["machine"] = ranks.run(1, args.device, _machine)[0]
     result["settings"] = {k: str(v) for k, v in vars(args).items()}
