@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import json
 import sys
@@ -12,6 +14,7 @@ from jackfield import registry
 from jackfield.config import RunConfig
 from jackfield.hookspecs import Hooks
 from jackfield.registry import KINDS
+from jackfield.results import WANTED
 from jackfield_commands.schema import schema
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -59,6 +62,8 @@ def hook_page(name: str) -> str:
         if first
         else "All results: every plugin is called; answers of None are left out."
     )
+    if name in WANTED:
+        result += f" Anything but a {WANTED[name].__name__}, or a tensor of another shape, is an error that names the plugin."
     body = EXAMPLES.get(name, "..." if name not in ("rollout", "advantage", "update") else "return None  # let another plugin answer")
     lines = [f"# {name}", "", "```python", f"def {signature(name)}", "```", "", inspect.getdoc(spec) or "", ""]
     lines += ["| argument | meaning |", "|---|---|", *(f"| `{a}` | {ARGUMENTS[a]} |" for a in arguments), ""]
@@ -76,7 +81,8 @@ def hook_page(name: str) -> str:
     lines += [f"    def {name}(self, {', '.join(arguments)}):", f"        {body}", "```", ""]
     if first or name in ("score", "filter"):
         lines += ["**Wrap it**", "", "```python", "    @hookimpl(wrapper=True)", f"    def {name}(self, {', '.join(arguments)}):"]
-        lines += ["        result = yield  # the other plugins run here", "        return result", "```", ""]
+        given = "the other plugins run here" + ("" if first else "; the list of their results")
+        lines += [f"        result = yield  # {given}", "        return result", "```", ""]
     return "\n".join(lines)
 
 
@@ -121,7 +127,12 @@ def component_page(kind: str) -> str:
     lines = [f"# {kind}", ""]
     base = bases.get(kind)
     if base is not None:
-        lines += [inspect.getdoc(base) or "", "", f"Derive from `jackfield.{base.__name__}`.", ""]
+        lines += [
+            inspect.getdoc(base) or "",
+            "",
+            f"Derive from `jackfield.{base.__name__}`. [Types](types.md) has the fields of what its methods take and return.",
+            "",
+        ]
         members = [(n, m) for n, m in vars(base).items() if not n.startswith("_") or n in ("__len__", "__getitem__")]
         methods = [(n, m) for n, m in members if inspect.isfunction(m) or isinstance(m, property)]
         lines += ["| method | required | |", "|---|---|---|"] if methods else []
@@ -152,14 +163,57 @@ def component_page(kind: str) -> str:
 
 def components_index() -> str:
     """The list of kinds."""
-    return "# Kinds of plugin\n\n" + "\n".join(f"- [{kind}]({kind}.md)" for kind in KINDS) + "\n"
+    kinds = "\n".join(f"- [{kind}]({kind}.md)" for kind in KINDS)
+    return f"# Kinds of plugin\n\n{kinds}\n\nWhat their methods take and return: [types](types.md).\n"
+
+
+TYPES = {
+    "jackfield.batch": ("Batch", "Prompt", "Trajectory"),
+    "jackfield.components": ("Request", "Sample", "OutputRequest", "Outputs", "LossSums", "Position", "WorkerContext"),
+    "jackfield.algorithm": ("Needs", "LossOutput"),
+    "jackfield.shard": ("Shard", "SyncReport"),
+}
+"""What the methods of components take and return, beside plain types."""
+
+
+def types_page() -> str:
+    """The fields of each type, with what their docstrings say."""
+    parts = ["# Types", "", "What the methods of plugins take and return. B samples, T tokens; b and T of a micro-batch.", ""]
+    for module, names in TYPES.items():
+        tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        for name in names:
+            parts += [
+                f"## {name}",
+                "",
+                f"`{module}.{name}`. {ast.get_docstring(classes[name]) or ''}",
+                "",
+                "| field | type | |",
+                "|---|---|---|",
+            ]
+            body = classes[name].body
+            for node, after in zip(body, [*body[1:], None], strict=True):
+                if isinstance(node, ast.AnnAssign):
+                    said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                    doc = " ".join(after.value.value.split()) if said else ""
+                    default = (
+                        f", default {ast.unparse(node.value)}" if node.value is not None and "field(" not in ast.unparse(node.value) else ""
+                    )
+                    parts.append(
+                        f"| `{ast.unparse(node.target)}` | `{ast.unparse(node.annotation)}`{default} | {doc} |".replace(
+                            " | None`", " or None`"
+                        )
+                    )
+            parts.append("")
+    return "\n".join(parts)
 
 
 def generated() -> dict[str, str]:
     """Every generated page by its path within docs/."""
     pages = {f"hooks/{name}.md": hook_page(name) for name in hook_names()}
     pages |= {f"components/{kind}.md": component_page(kind) for kind in KINDS}
-    pages |= {"hooks/index.md": hooks_index(), "components/index.md": components_index(), "config.md": config_page()}
+    pages |= {"hooks/index.md": hooks_index(), "components/index.md": components_index(), "components/types.md": types_page()}
+    pages["config.md"] = config_page()
     pages["config.schema.json"] = json.dumps(schema(), indent=1)
     readme = (DOCS.parent / "README.md").read_text()
     pages["index.md"] = (

@@ -42,6 +42,25 @@ def test_each_kind_has_a_page(site):
     assert "| `forward_backward(micro_batches, loss)` | yes |" in pages["components/backend.md"]
 
 
+def test_the_types_that_methods_name_are_explained(site):
+    import inspect
+
+    from jackfield import Algorithm, components
+
+    page = site.generated()["components/types.md"]
+    bases = [Algorithm, *(c for c in vars(components).values() if inspect.isclass(c) and getattr(c, "kind", None))]
+    hints = " ".join(str(inspect.signature(f)) for base in bases for f in vars(base).values() if inspect.isfunction(f))
+    named = {
+        w
+        for w in re.findall(r"[A-Z]\w+", hints)
+        if w not in ("Any", "Sequence", "Iterator", "Iterable", "Path", "Tensor", "None", "ClassVar")
+    }
+    configs = {"ModelConfig", "OptimizerConfig", "SamplingConfig", "RunConfig", "Schedule"}  # in the reference of the config
+    own = {base.__name__ for base in bases} | {"Loss", "WorkerGroup"}
+    assert {n for n in named - configs - own if f"## {n}\n" not in page} == set()
+    assert "| `loss_mask` | `Tensor` | bool [B, T]: tokens to train on" in page
+
+
 def test_each_field_is_in_the_reference_with_its_meaning(site):
     page = site.generated()["config.md"]
     for name in RunConfig.model_fields:
