@@ -29,7 +29,11 @@ COLUMNS = ("kind", "name", "distribution", "version", "api", "state")
 )
 @click.option("-c", "--config", "config", help="Show instead the hooks of a run with this config, in the order in which they are called.")
 def plugins(words: tuple[str, ...], as_json: bool, verbose: bool, config: str | None) -> None:
-    """List installed plugins, of one KIND or of all; or show one: its settings, hooks and source."""
+    """List installed plugins, of one KIND or of all; or show one: its settings, hooks and source.
+
+    Column api is the version of the plugin interface, which only the plugin's code says: with -v. Before that it is the range of jackfield
+    versions that its distribution asks for.
+    """
     if words[:1] == ("show",) and len(words) == 2:
         click.echo("\n\n".join(_show(entry) for entry in _named(words[1])))
         return

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from jackfield.batch import Batch
 from jackfield.components import ComponentConfig
-from jackfield.errors import PluginError, ScoreError
+from jackfield.errors import ConfigError, PluginError, ScoreError
 from jackfield.hookspecs import hookimpl
 from jackfield_rewards.foreign import TrainerState, numbers, own_metrics
 from jackfield_rewards.function import PoolConfig, PooledReward
@@ -82,6 +82,16 @@ class TRLReward(PooledReward):
             )
         return scores
 
+    @hookimpl
+    def configure(self, run: Any) -> None:
+        """See PooledReward. Raises ConfigError for workers of its own, where neither token ids nor the trainer's state would reach it."""
+        self.label = str(run.manager.get_name(self)).removeprefix("hooks of reward ")
+        if any(spec.label == self.label and (spec.gpus or spec.colocate) for spec in run.config.rewards):
+            raise ConfigError(
+                f"reward {self.label!r} (trl) runs in processes beside the controller: leave out gpus and colocate, say workers"
+            )
+        super().configure(run)
+
     @hookimpl(specname="score", wrapper=True)
     def _score(self, run: Any, batch: Batch) -> Generator[None, list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
         """Before scoring, what the records lack; after it, the samples to which no reward applies."""
@@ -89,12 +99,12 @@ class TRLReward(PooledReward):
         self.ids = [tokens[start:end].tolist() for tokens, start, end in ends]
         self.state = TrainerState(run.step, run.config.steps, run.prompts.drawn / max(len(run.prompts.dataset), 1))
         results = yield
-        label = str(run.manager.get_name(self)).removeprefix("hooks of reward ")
         own_metrics(run, self.config.function, self.found)
-        run.metrics[f"reward/{label}/not_applicable"] = run.metrics.get(f"reward/{label}/not_applicable", 0.0) + sum(self.silent)
-        rewards = [p for p in run.manager.get_plugins() if isinstance(p, TRLReward)]
-        weighted = [spec for spec in run.config.rewards if spec.weight]
-        if len(weighted) > len(rewards) or not len(batch):
-            return results
+        count = f"reward/{self.label}/not_applicable"
+        run.metrics[count] = run.metrics.get(count, 0.0) + sum(self.silent)
+        weighted = {spec.label for spec in run.config.rewards if spec.weight}
+        rewards = [p for p in run.manager.get_plugins() if isinstance(p, TRLReward) and p.label in weighted]
+        if len(rewards) < len(weighted) or not rewards or not len(batch):
+            return results  # rewards of other kinds apply to every sample
         none = torch.tensor([reward.silent for reward in rewards]).all(0)
-        return [{n: torch.where(none, torch.nan, v) if n == label else v for n, v in scores.items()} for scores in results]
+        return [{n: torch.where(none, torch.nan, v) if n == self.label else v for n, v in scores.items()} for scores in results]

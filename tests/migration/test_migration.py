@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from jackfield import registry
 from jackfield.config import ComponentSpec, load_config
-from jackfield.errors import PluginError, ScoreError
+from jackfield.errors import ConfigError, PluginError, ScoreError
+from jackfield.manager import PluginManager
 from jackfield.testing import RewardConformance
 from jackfield.testing.runs import fake_run
 from jackfield.trainer import Trainer
@@ -73,8 +75,14 @@ def test_trl_raising_costs_its_own_sample(reward):
 
 
 def test_trl_function_that_cannot_be_imported(reward):
+    mine = reward("trl", f"{TRL}:nothing")
     with pytest.raises(PluginError, match="cannot be imported: AttributeError"):
-        reward("trl", f"{TRL}:nothing").configure(None)
+        mine.configure(SimpleNamespace(manager=PluginManager(), config=SimpleNamespace(rewards=[])))
+
+
+def test_trl_functions_get_no_gpus(tmp_path):
+    with pytest.raises(ConfigError, match=r"reward 'share' \(trl\) runs in processes beside the controller: leave out gpus"):
+        fake_run(tmp_path, rewards=[{"name": "trl", "function": f"{TRL}:share", "gpus": 1}])
 
 
 class Seen:
@@ -132,9 +140,10 @@ def test_trl_none_means_does_not_apply(tmp_path):
 
 
 def test_trl_none_beside_another_reward(tmp_path):
-    """Where a reward of ours scores the sample, None adds nothing and masks nothing."""
+    """Where a reward of ours scores the sample, None adds nothing and masks nothing; a reward of weight 0 changes nothing."""
     keeper = seen()
-    rewards = ["jackfield.testing.fakes:FakeReward", {"name": "trl", "function": f"{TRL}:code_only", "workers": 1}]
+    code = {"name": "trl", "function": f"{TRL}:code_only", "workers": 1}
+    rewards = ["jackfield.testing.fakes:FakeReward", code, {**code, "label": "shown", "weight": 0.0}]
     fake_run(tmp_path, plugins=[keeper], rewards=rewards, dataset=f"{__file__}:Tasks", steps=1)
     (batch,) = keeper.batches
     assert batch.loss_mask.any(-1).all()
