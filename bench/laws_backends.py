@@ -18,6 +18,11 @@ if DEVICE == "cpu":  # once, for all processes that are forked
         import jackfield_megatron.model
         import jackfield_megatron.update  # noqa: F401
 
+COMPONENTS = {
+    "megatron": "jackfield_megatron.backend:MegatronBackend",
+    "fsdp": "jackfield_torch.fsdp:FSDPBackend",
+    "torch": "jackfield_torch.backend:TorchBackend",
+}
 LAYOUTS = {
     # name: (backend, ranks, options, family)
     "megatron-tp2-pp2": ("megatron", 4, {"tp": 2, "pp": 2}, "qwen3"),
@@ -27,6 +32,7 @@ LAYOUTS = {
     "megatron-pp2": ("megatron", 2, {"pp": 2}, "qwen2"),
     "megatron-dp2": ("megatron", 2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, "qwen2"),
     "megatron-cp2": ("megatron", 2, {"cp": 2}, "llama"),
+    "torch2": ("torch", 2, {}, "llama"),
     "fsdp2": ("fsdp", 2, {}, "llama"),
     "fsdp4": ("fsdp", 4, {}, "llama"),
     "fsdp8": ("fsdp", 8, {}, "qwen2"),
@@ -42,7 +48,7 @@ LAWS = {
 
 def _case(name: str) -> type:
     backend, ranks, options, family = LAYOUTS[name]
-    component = {"megatron": "jackfield_megatron.backend:MegatronBackend", "fsdp": "jackfield_torch.fsdp:FSDPBackend"}[backend]
+    component = COMPONENTS[backend]
     made: type = type(name, (BackendConformance,), {"component": component, "options": options, "family": family})
     made.world_size, made.device, made.__test__ = ranks, DEVICE, True
     for method in [m for m in dir(BackendConformance) if m.startswith("test_") and m not in LAWS]:

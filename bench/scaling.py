@@ -5,10 +5,10 @@
     python bench/scaling.py --device cuda --shape 7b --backends megatron --tp 2 --pp 2
 
 Weak: every rank gets the same work at every size, so perfect scaling keeps the seconds of a step. Generation: one engine a rank, each
-with its own requests. Training: `torch-dp` (backend torch, its gradients all-reduced here after the backward pass, nothing overlapped:
-the plain baseline), `fsdp`, `megatron`. Each size of training also runs *alone*: as many processes at once, each with a process group of
-its own. What that takes longer than one process is contention for the machine; what the joined run takes longer is communication that was
-not hidden, with waiting for the slowest rank in it. Five repetitions, the cold one dropped, slowest rank; median (min, max).
+with its own requests. Training: backends `torch` (replicas), `fsdp`, `megatron`. Each size also runs *alone*: as many processes at once,
+each with a process group of its own. What that takes longer than one process is contention for the machine; what the joined run takes
+longer is communication that was not hidden, with waiting for the slowest rank in it. Five repetitions, the cold one dropped, slowest
+rank; median (min, max).
 
 The model: seconds alone (the optimizer's divided by the ranks that share it) plus the ring model of bench/collectives.py on the measured
 latency and rate of each collective, times the share of communication that was not hidden at the largest size measured before. It is
@@ -32,7 +32,7 @@ import scaling_model
 from ranks import Here, RanksFailed
 from shapes import RUNNABLE, SHAPES, write_config
 
-BACKENDS = ("torch-dp", "fsdp", "megatron")
+BACKENDS = ("torch", "fsdp", "megatron")
 
 
 def build(here: Here, backend: str, folder: str, options: dict[str, Any]) -> Any:
@@ -55,41 +55,12 @@ def build(here: Here, backend: str, folder: str, options: dict[str, Any]) -> Any
 
         built = FSDPBackend(FSDPBackend.Config(**common))
     else:
-        built = _data_parallel()(_data_parallel().Config(**common))
+        from jackfield_torch.backend import TorchBackend
+
+        built = TorchBackend(TorchBackend.Config(**common))
     with here.device:
         built.setup(model, optimizer, context)
     return built
-
-
-def _data_parallel() -> Any:
-    import torch
-    import torch.distributed as dist
-
-    from jackfield.components import Position
-    from jackfield_torch.backend import TorchBackend
-
-    class DataParallel(TorchBackend):
-        """Backend torch on every rank; gradients are summed in buckets of 64 MB when the step begins."""
-
-        @property
-        def position(self) -> Position:
-            return Position(self.context.rank, self.context.world_size)
-
-        def optimizer_step(self) -> dict[str, float]:
-            assert self.optimizer is not None
-            bucket: list[torch.Tensor] = []
-            for gradient in [*self.optimizer.gradients(), None]:
-                if gradient is None or sum(g.numel() for g in bucket) > 1 << 24:
-                    flat = torch.cat([g.flatten() for g in bucket])
-                    dist.all_reduce(flat)
-                    parts = flat.split([g.numel() for g in bucket])
-                    torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(parts, bucket, strict=True)])
-                    bucket = []
-                if gradient is not None:
-                    bucket.append(gradient)
-            return super().optimizer_step()
-
-    return DataParallel
 
 
 def train(here: Here, backend: str, shape: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -118,18 +89,19 @@ def train(here: Here, backend: str, shape: str, options: dict[str, Any]) -> dict
         "dp": place.dp_size,
         "flops": flops(SHAPES[shape], lengths * count) * place.dp_size,
     }
-    result |= {"tokens": total, "parameters": _parameters(shape), "layers": SHAPES[shape]["num_hidden_layers"], "micro_batches": count}
+    result |= {"tokens": total, "layers": SHAPES[shape]["num_hidden_layers"], "micro_batches": count} | _sizes(shape)
     if here.device.type == "cuda":
         result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         result["nccl_share"] = _nccl_share(here, lambda: (trainer.forward_backward(batches, loss), trainer.optimizer_step()))
     return result
 
 
-def _parameters(shape: str) -> int:
-    """Elements of the whole model, each once."""
+def _sizes(shape: str) -> dict[str, int]:
+    """Elements and tensors of the whole model, each once."""
     from jackfield_reshard.families import tensors
 
-    return sum(math.prod(t.shape) * len(t.layers) for t in tensors(SHAPES[shape]))
+    table = tensors(SHAPES[shape])
+    return {"parameters": sum(math.prod(t.shape) * len(t.layers) for t in table), "tensors": sum(len(t.layers) for t in table)}
 
 
 def _nccl_share(here: Here, step: Any) -> float:
@@ -240,7 +212,7 @@ def training(most: int, args: argparse.Namespace, backend: str) -> list[dict[str
 
 def _training_row(world: int, backend: str, joined: list[dict[str, Any]], alone: list[dict[str, Any]] | None) -> dict[str, Any]:
     first = joined[0]
-    sharers = 1 if backend == "torch-dp" else first["dp"]
+    sharers = 1 if backend == "torch" else first["dp"]
 
     def steps(runs: list[dict[str, Any]], share: float) -> list[float]:
         parts = [report.slowest([r[name] for r in runs]) for name in ("passes", "optimizer")]
@@ -256,7 +228,7 @@ def _training_row(world: int, backend: str, joined: list[dict[str, Any]], alone:
         row |= {"peak_gib": max(r["peak_gib"] for r in joined), "nccl_share": statistics.median(r["nccl_share"] for r in joined)}
     row["grad_norms"] = [r["grad_norm"] for r in joined]
     row["gflops_per_rank"] = first["flops"] / world / seconds.median / 1e9
-    return row | {"workload": {k: first[k] for k in ("parameters", "layers", "micro_batches", "flops")}}
+    return row | {"workload": {k: first[k] for k in ("parameters", "tensors", "layers", "micro_batches", "flops")}}
 
 
 def failed(row: dict[str, Any], error: RanksFailed) -> dict[str, Any]:

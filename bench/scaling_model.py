@@ -13,14 +13,13 @@ from collectives import Ring, rings
 def collectives_of(backend: str, workload: Mapping[str, Any], dtype_bytes: int) -> list[tuple[str, float, int]]:
     """(kind, bytes of one, how many) of a data-parallel training step.
 
-    torch-dp: one all-reduce of the float32 gradients, in 64 MB buckets. fsdp: for each micro-batch every layer's weights are gathered
+    torch: one all-reduce of every tensor's float32 gradient. fsdp: for each micro-batch every layer's weights are gathered
     twice and its float32 gradients reduced once (the root's weights, embedding and head, are gathered once). megatron, with the
     distributed optimizer: gradients reduced once a step in float32, new weights gathered once.
     """
     parameters, layers, micro = workload["parameters"], workload["layers"], workload["micro_batches"]
-    if backend == "torch-dp":
-        buckets = max(1, round(4 * parameters / (64 << 20)))
-        return [("all_reduce", 4 * parameters / buckets, buckets)]
+    if backend == "torch":
+        return [("all_reduce", 4 * parameters / workload["tensors"], workload["tensors"])]
     if backend == "megatron":
         return [("reduce_scatter", 4.0 * parameters, 1), ("all_gather", float(dtype_bytes * parameters), 1)]
     layer = parameters / (layers + 1)

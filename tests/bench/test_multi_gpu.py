@@ -45,7 +45,7 @@ def test_every_section_but_laws_and_training(tmp_path):
 
 
 def test_training_scales_and_the_model_is_checked(tmp_path):
-    options = ["--only=training", "--processes=2", "--backends=torch-dp", "--repetitions=2", "--tokens=64", "--length=32"]
+    options = ["--only=training", "--processes=2", "--backends=torch", "--repetitions=2", "--tokens=64", "--length=32"]
     result, _ = script("scaling.py", *options, out=tmp_path / "scaling.json")
     one, two = result["training"]
     assert (one["ranks"], one["efficiency"], two["ranks"]) == (1, 1.0, 2)

@@ -76,9 +76,9 @@ def test_the_ring_is_found_again_from_its_own_times(kind):
 def test_the_model_counts_a_steps_bytes():
     """2-rank ring, no latency: an all-reduce of the float32 gradients moves 4 bytes a parameter and rank."""
     found = dict.fromkeys(collectives.PASSES, collectives.Ring(0.0, 1e9))
-    work = {"parameters": 1_000_000, "layers": 4, "micro_batches": 3}
-    seconds = {b: scaling_model.communication(scaling_model.collectives_of(b, work, 2), found, 2) for b in ("torch-dp", "megatron", "fsdp")}
-    assert seconds["torch-dp"] == pytest.approx(4e6 / 1e9)
+    work = {"parameters": 1_000_000, "tensors": 10, "layers": 4, "micro_batches": 3}
+    seconds = {b: scaling_model.communication(scaling_model.collectives_of(b, work, 2), found, 2) for b in ("torch", "megatron", "fsdp")}
+    assert seconds["torch"] == pytest.approx(4e6 / 1e9)
     assert seconds["megatron"] == pytest.approx((4e6 + 2e6) / 2 / 1e9)
     assert seconds["fsdp"] == pytest.approx(3 * (2e6 * 9 / 5 + 4e6) / 2 / 1e9)
 
