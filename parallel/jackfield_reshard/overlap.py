@@ -91,6 +91,7 @@ class Overlap(Auto):
         """Groups of layers that travel one after the other."""
 
     config: Config
+    merges = False
 
     def connect(self, source: Backend | None, destination: Engine | None, context: WorkerContext) -> None:
         """See Resharding. The backend is asked to call back during its optimizer step."""

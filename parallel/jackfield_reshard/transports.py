@@ -14,6 +14,7 @@ from pydantic import Field
 from jackfield.components import Backend, ComponentConfig, Engine, Transport, WorkerContext
 from jackfield.errors import ConfigError
 from jackfield.shard import Shard, SyncReport
+from jackfield_reshard.adapters import apart
 from jackfield_reshard.copies import CopyList, same_storage
 from jackfield_reshard.exchange import Agreement, agree
 from jackfield_reshard.local import Part, views_in
@@ -74,6 +75,8 @@ class Resharding(Transport):
     config: Config
     shares = False
     """Whether storage may be shared."""
+    merges = False
+    """Whether adapters may travel by themselves where weights would have to (jackfield_reshard.adapters)."""
     wired: tuple[int, ...] = (1, 2)
     """Which tiers go through buckets: ranks of the same node (1), of other nodes (2)."""
 
@@ -83,19 +86,31 @@ class Resharding(Transport):
         self.source, self.destination, self.context = source, destination, context
         self.group: Any = getattr(context, "group", None)
         self._pool: dict[tuple[str, int, int], torch.Tensor] = {}
-        have, need = self._sides()
-        self.agreement = agree(
-            None if source is None else have,
-            None if destination is None else need,
-            context.world_size,
-            self.group,
-            self._problem(have, need),
-        )
+        self._factors: frozenset[str] = frozenset()
+        self._names: frozenset[str] | None = None
+        have, need = self._agree()
+        if self.merges and self.agreement.plan.bytes_sent:
+            parted = apart(source, destination, context.world_size, self.group, context.device)
+            if parted is not None:
+                (self.source, self.destination, self._factors), self.shares = parted, False
+                have, need = self._agree()
         self._check(self.agreement)
         meet(context.device, context.world_size, self.group)
         self._compile(have, need)
         self._loads = self._by_name(have)
         self._plan_seconds = perf_counter() - begin
+
+    def _agree(self) -> tuple[list[Shard], list[Shard]]:
+        """Plan, on all ranks together; both sides' shards here."""
+        have, need = self._sides()
+        self.agreement = agree(
+            None if self.source is None else have,
+            None if self.destination is None else need,
+            self.context.world_size,
+            self.group,
+            self._problem(have, need),
+        )
+        return have, need
 
     def _sides(self) -> tuple[list[Shard], list[Shard]]:
         """Both sides' shards, after sharing what may be shared."""
@@ -148,7 +163,7 @@ class Resharding(Transport):
         """Take views of both sides' storage as it is now."""
         self._views = have, need
         self._unshared: tuple[Part, Part] | None = None
-        self._aliased, self._copies, self._wire = self._compiled(self.group)
+        self._aliased, self._copies, self._wire = self._compiled(self.group, self._names)
 
     def _compiled(self, group: Any, names: Container[str] | None = None) -> tuple[int, CopyList, Wire]:
         """For the weights of the given names (all by default): bytes that are shared, local copies, and transfers."""
@@ -183,6 +198,8 @@ class Resharding(Transport):
         report.seconds["plan"] += self._plan_seconds
         self._plan_seconds = 0.0
         self._move(report)
+        if self._factors:
+            self._only_factors(report)
         if self._loads and self.source is not None and self.destination is not None:
             with phase(report, "load", device):
                 whole = [(shard.name, shard.tensor) for shard in self.source.shards() if shard.tensor is not None]
@@ -195,6 +212,15 @@ class Resharding(Transport):
             with phase(report, "resume", device):
                 self.destination.weights_updated(version)
         return report
+
+    def _only_factors(self, report: SyncReport) -> None:
+        """After a sync of base and adapters: bring the adapters alone from now on."""
+        if self._names is None:
+            self._names = self._factors
+            self._compile(*self._views)
+            self._spared = report.bytes_sent - self._wire.bytes
+        else:
+            report.bytes_saved = self._spared
 
     def _move(self, report: SyncReport) -> None:
         """Run the copies while the first transfers are under way."""
@@ -213,11 +239,13 @@ class Resharding(Transport):
 class Auto(Resharding):
     """Shares storage where both sides keep a weight alike, copies what is on the device, and sends only what is missing."""
 
-    shares = True
+    shares = merges = True
 
 
 class P2P(Resharding):
     """Never shares: copies on the device, and sends what is missing between processes (gloo, NCCL)."""
+
+    merges = True
 
 
 class Local(Resharding):

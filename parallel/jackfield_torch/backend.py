@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from jackfield.components import Backend, BackendConfig, Loss, LossSums, OutputR
 from jackfield.config import ModelConfig, OptimizerConfig
 from jackfield.errors import CheckpointError, ConfigError
 from jackfield.shard import Shard
+from jackfield_reshard.adapters import Adapters
 from jackfield_reshard.modules import Unmoved, adopt_into, held, module_shards, weights, whole_shard
 from jackfield_torch.lora import LoRAConfig, Merged, add_adapters
 from jackfield_torch.model import export_model, load_model
@@ -147,12 +148,20 @@ class TorchBackend(Backend):
     def shards(self) -> list[Shard]:
         """See Backend. With LoRA the merged weights, brought up to date by the call."""
         if self.merged is not None:
-            return [whole_shard(name, part, buffer) for name, _, part, buffer in self.merged.weights()]
+            return self._shards(self.merged.weights())
         return self._unmoved(held(self._modules))
 
+    def adapters(self) -> Adapters | None:
+        """Base and adapters apart, for transports that bring the adapters alone; None without LoRA."""
+        return None if self.merged is None else Adapters(self._shards(self.merged.apart()), self.merged.scale)
+
+    def _shards(self, parts: Iterable[tuple[str, Tensor, Tensor, bool]]) -> list[Shard]:
+        """From (name, the module's tensor, this rank's part, is a buffer)."""
+        return [whole_shard(name, part, buffer) for name, _, part, buffer in parts]
+
     def adopt(self, shards: Sequence[Shard]) -> bool:
-        """See Backend; not with LoRA, whose merged weights are not what is trained."""
-        return self.merged is None and adopt_into(self.model, shards)
+        """See Backend; with LoRA it is merged into the given storage."""
+        return adopt_into(self.model, shards) if self.merged is None else self.merged.adopt(shards)
 
     def _tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model: weights by name, the masters where there are any; with LoRA the adapters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from jackfield.components import OutputRequest, Outputs, Position
 from jackfield.config import OptimizerConfig
 from jackfield.errors import CheckpointError, ConfigError
 from jackfield.shard import Shard
+from jackfield_reshard.adapters import Adapters
 from jackfield_reshard.modules import weights, whole_shard
 from jackfield_torch.backend import TorchBackend, TorchConfig, evaluating
 from jackfield_torch.lora import Merged
@@ -186,14 +187,22 @@ class FSDPBackend(TorchBackend):
         Buffers are whole on every rank.
         """
         self._reshard()
+        return self._shards(self._parts())
+
+    def _shards(self, parts: Iterable[tuple[str, Tensor, Tensor, bool]]) -> list[Shard]:
         out = []
-        for name, tensor, local, buffer in self._parts():
+        for name, tensor, local, buffer in parts:
             if not isinstance(tensor, DTensor):
                 out.append(whole_shard(name, local, buffer))
             elif local.numel():
                 shape, size = tuple(tensor.shape), tuple(local.shape)
                 out.append(Shard(name, shape, self._offset(name, shape), size, str(local.dtype).removeprefix("torch."), local, buffer))
         return out
+
+    def adapters(self) -> Adapters | None:
+        """See TorchBackend."""
+        self._reshard()
+        return super().adapters()
 
     def _offset(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Where this rank's box begins: tensor parallelism splits first, then FSDP cuts the rows of what is left."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from jackfield.components import ComponentConfig
 from jackfield.errors import ConfigError, PluginError
+from jackfield.shard import Shard
 from jackfield_reshard.modules import weights
 
 _BASE, _ADAPTER = ".base_layer.", ".lora_"
@@ -55,6 +57,39 @@ class Merged:
         """`local` gives a rank's rows of a weight, `whole` gathers one; both the identity where nothing is sharded."""
         self.model, self.local, self.whole = model, local, whole
         self.storage: dict[str, Tensor] = {}
+
+    @property
+    def scale(self) -> dict[str, float]:
+        """Factor on the product of each adapted weight, by its usual name."""
+        layers = {name.removesuffix(_BASE + "weight"): name for name, _, _ in weights(self.model) if name.endswith(_BASE + "weight")}
+        return {f"{path}.weight": self.model.get_submodule(path).scaling["default"] for path in layers}  # type: ignore[index]
+
+    def apart(self) -> Iterator[tuple[str, Tensor, Tensor, bool]]:
+        """The weights before the adapters are added, and the adapters by the names that jackfield_reshard.adapters gives them."""
+        self.storage.clear()  # whoever takes them apart has no use for merged ones
+        for name, tensor, buffer in weights(self.model):
+            usual = re.sub(r"\.(lora_[AB])\.default\.weight$", r".weight.\1", name.replace(_BASE, "."))
+            yield usual, tensor, self.local(tensor).detach(), buffer
+
+    @torch.no_grad()
+    def adopt(self, shards: Sequence[Shard]) -> bool:
+        """Merge into the given storage from now on, and keep the weights without adapters there too; whatever fits is taken."""
+        given = {shard.name: shard.tensor for shard in shards if shard.full and shard.tensor is not None}
+        taken = False
+        for name, tensor, part, buffer in list(self.weights()):
+            storage = given.get(name)
+            if storage is None or storage.shape != part.shape or storage.dtype != part.dtype or storage.device != part.device:
+                continue
+            storage.copy_(part)
+            taken = True
+            if name in self.storage:
+                self.storage[name] = storage
+            elif buffer:
+                owner, _, leaf = name.rpartition(".")
+                self.model.get_submodule(owner)._buffers[leaf] = storage
+            else:
+                tensor.data = storage
+        return taken
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor, Tensor, bool]]:

@@ -31,8 +31,8 @@ def _build(folder, dtype="float32", **settings):
     return engine
 
 
-def _trainer(folder, dtype="float32", lr=1e-2):
-    backend = registry.build("backend", ComponentSpec(name="torch", options={"dtype": dtype}))
+def _trainer(folder, dtype="float32", lr=1e-2, **options):
+    backend = registry.build("backend", ComponentSpec(name="torch", options={"dtype": dtype, **options}))
     backend.setup(ModelConfig(path=str(folder)), OptimizerConfig(lr=lr, max_grad_norm=1e9), _context(dtype))
     return backend
 

@@ -6,6 +6,7 @@ import torch
 from jackfield.components import LossSums, OutputRequest
 from jackfield.errors import ConfigError
 from jackfield.testing.samples import batch_of, gap, generate, prompts, requests, tokens
+from jackfield_reshard.adapters import apart
 
 pytestmark = pytest.mark.vllm
 
@@ -55,6 +56,31 @@ def test_zero_copy_optimizer_steps_are_served_without_a_transfer(family, small, 
     cold = build(folder)
     connect(backend, cold, "local").sync(3)
     same(generate(cold, asked), found)
+
+
+def test_adapters_are_merged_in_place(small, build, trainer, connect, tmp_path):
+    """In one process into shared storage, so that nothing moves; where only adapters arrive, on the engine's side: the same to the bit."""
+    folder = small(tmp_path / "model", "qwen2")
+    engine, backend = build(folder), trainer(folder, lora={"r": 4})
+    transport = connect(backend, engine, "alias")
+    size = sum(s.tensor.nbytes for s in backend.shards())
+    elsewhere = build(folder)
+    source, merging, factors = apart(trainer(folder, lora={"r": 4}), elsewhere, 1, None, torch.device("cpu"))
+    other = connect(source, merging, "p2p")
+    asked = requests(prompts(4, length=70, shared=64), ignore_eos=True)
+    seen = []
+    for version in range(3):
+        report = transport.sync(version)
+        assert (report.bytes_aliased, report.bytes_copied, report.bytes_sent) == (size, 0, 0)
+        found = generate(engine, asked)
+        assert gap(backend, asked, found).max() < 1e-4
+        other.sync(version)
+        assert len(factors) == 2 * 7 * 2
+        same(found, generate(elsewhere, asked))
+        seen.append(tokens(found))
+        for side in (backend, source.backend):
+            train(side, asked, found)
+    assert len({str(t) for t in seen}) == 3
 
 
 def test_an_engine_moves_into_storage_that_lies_as_vllm_lays_it(llama, served, build):
