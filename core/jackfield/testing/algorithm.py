@@ -32,6 +32,7 @@ from jackfield.components import LossSums, OutputRequest, Outputs, Position
 from jackfield.config import RunConfig
 from jackfield.loss import BoundLoss, reduction_scale
 from jackfield.roles import Role
+from jackfield.testing.laws import says_which_law
 
 laws = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 """How many batches each law is tried on."""
@@ -200,6 +201,7 @@ def _load(name: str) -> Any:
     return registry.load("algorithm", name)
 
 
+@says_which_law
 class AlgorithmConformance:
     """The laws that an algorithm can break. Set `algorithm`, and `config` where yours needs settings."""
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from jackfield.batch import Batch
 from jackfield.components import OutputRequest
 from jackfield.config import ModelConfig, OptimizerConfig
+from jackfield.testing.laws import says_which_law
 from jackfield.testing.models import plain_model, random_batch, reference_gradient, reference_log_probs, tiny_model
 from jackfield.testing.processes import Model, Ranks, SimpleLoss
 
@@ -29,6 +30,7 @@ _AS_GRADIENT = OptimizerConfig(lr=1e3, eps=1e3, max_grad_norm=math.inf)
 _TRAIN = OptimizerConfig(lr=1e-3, warmup=2, weight_decay=0.01)
 
 
+@says_which_law
 class BackendConformance:
     """Laws 2, 4, 5, 6, 8, 13, 15, 16, 24, 27 and 29 (docs/laws.md) for one backend in one layout; the numbers are in the tests."""
 

@@ -20,6 +20,7 @@ from jackfield.components import Backend, Engine, Request, Sample, Transport, Wo
 from jackfield.config import ComponentSpec, ModelConfig, SamplingConfig
 from jackfield.errors import JackfieldError
 from jackfield.shard import SyncReport
+from jackfield.testing.laws import says_which_law
 from jackfield.testing.models import EOS, PAD, plain_model, tiny_model
 
 
@@ -73,6 +74,7 @@ class Pair:
         return plain_model(scratch)
 
 
+@says_which_law
 class EngineConformance:
     """Laws 10, 11, 18, 23 and 26 (docs/laws.md) for one engine on one process."""
 
