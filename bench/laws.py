@@ -27,36 +27,66 @@ import report
 from ranks import Here, RanksFailed
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = ["megatron-tp2-pp2", "fsdp2"]
+COMPONENTS = {
+    "megatron": "jackfield_megatron.backend:MegatronBackend",
+    "fsdp": "jackfield_torch.fsdp:FSDPBackend",
+    "torch": "jackfield_torch.backend:TorchBackend",
+}
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    # name: (backend, ranks, options, family)
+    "megatron-tp2-pp2": ("megatron", 4, {"tp": 2, "pp": 2}, "qwen3"),
+    "megatron-tp4": ("megatron", 4, {"tp": 4}, "llama"),
+    "megatron-tp2-pp2-dp2": ("megatron", 8, {"tp": 2, "pp": 2}, "llama"),
+    "megatron-tp2": ("megatron", 2, {"tp": 2}, "llama"),
+    "megatron-pp2": ("megatron", 2, {"pp": 2}, "qwen2"),
+    "megatron-dp2": ("megatron", 2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, "qwen2"),
+    "megatron-cp2": ("megatron", 2, {"cp": 2}, "llama"),
+    "torch2": ("torch", 2, {}, "llama"),
+    "fsdp2": ("fsdp", 2, {}, "llama"),
+    "fsdp4": ("fsdp", 4, {}, "llama"),
+    "fsdp8": ("fsdp", 8, {}, "qwen2"),
+    "megatron-alone": ("megatron", 1, {}, "llama"),
+}
+LAWS = {
+    "test_gradient_is_that_of_transformers": "1 (any split has one process's gradient)",
+    "test_micro_batches_do_not_show": "1, 2 (micro-batches, order of samples)",
+    "test_log_probs_are_those_of_transformers": "8, 11 (log-probs)",
+    "test_nothing_to_train": "16, 20 (fillers, equal counts)",
+}
+QUICK = {"megatron-tp2-pp2", "fsdp2"}
 
 
 def backends(device: str, most: int, quick: bool, timeout: float) -> list[dict[str, Any]]:
     """One row for each layout and law."""
-    from laws_backends import LAWS
-
+    fitting = [name for name, (_, needed, _, _) in LAYOUTS.items() if needed <= most]
+    chosen = [name for name in fitting if name in QUICK] if quick else fitting
+    left = sorted({f"{LAYOUTS[n][1]} ranks" for n in LAYOUTS if n not in fitting})
+    rows: list[dict[str, Any]] = []
+    if left:
+        rows.append({"what": "larger layouts", "skipped": f"{', '.join(left)} needed, here are {most}"})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "junit.xml")
-        names = " ".join(QUICK) if quick else ""
-        environment = os.environ | ranks.ENVIRONMENT | {"BENCH_DEVICE": device, "BENCH_RANKS": str(most), "BENCH_LAYOUTS": names}
-        environment["PYTHONPATH"] = os.pathsep.join([*ranks.SHELVES, os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | ranks.ENVIRONMENT | {"BENCH_DEVICE": device, "BENCH_LAYOUTS": " ".join(chosen or fitting)}
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *ranks.SHELVES, os.environ.get("PYTHONPATH", "")])
         file = Path(__file__).with_name("laws_backends.py")
-        command = [sys.executable, "-m", "pytest", "-q", "-x" if quick else "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
         command += ["--rootdir", str(ROOT), str(file), f"--junitxml={out}"]
         if quick:
             command += ["-k", "test_micro_batches_do_not_show or test_gradient"]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder)
         except subprocess.TimeoutExpired:
-            return [{"what": "backends", "error": f"not finished within {timeout:.0f} s"}]
+            return [*rows, {"what": "backends", "error": f"not finished within {timeout:.0f} s"}]
         if not out.is_file():
-            return [{"what": "backends", "error": (done.stdout + done.stderr)[-500:]}]
-        rows = []
+            return [*rows, {"what": "backends", "error": (done.stdout + done.stderr)[-500:]}]
+        ran = 0
         for case in ET.parse(out).getroot().iter("testcase"):
             layout = case.attrib["classname"].rpartition(".")[2].removeprefix("Test")
             bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
             row: dict[str, Any] = {"what": layout, "law": LAWS[case.attrib["name"]], "ok": not bad, "seconds": float(case.attrib["time"])}
+            ran += 1
             rows.append(row | ({"error": bad[0].attrib.get("message", "")[:300]} if bad else {}))
-        return rows or [{"what": "backends", "error": f"nothing ran: {done.stdout[-300:]}"}]
+        return rows if ran else [*rows, {"what": "backends", "error": f"nothing ran: {done.stdout[-300:]}"}]
 
 
 def _module(name: str, device: str) -> Any:

@@ -30,6 +30,7 @@ import ranks
 import report
 import scaling
 import scaling_model
+import summary
 from ranks import Here, RanksFailed
 from shapes import RUNNABLE, SHAPES
 
@@ -237,7 +238,9 @@ def main() -> None:
         wrong += sum("error" in row or row.get("ok") is False for row in rows)
         shown = [{k: v for k, v in row.items() if k not in ("workload", "layouts", "grad_norms")} for row in rows]
         print(f"\n{name} ({time.perf_counter() - begin:.0f} s)\n{report.table(shown)}", flush=True)
-    print(f"\nwritten: {args.out}")
+    result["summary"] = summary.rows(result, not cpu)
+    report.write(args.out, result)
+    print(f"\nsummary\n{report.table(result['summary'])}\n\nwritten: {args.out}")
     sys.exit(f"{wrong} lines with an error" if wrong else 0)
 
 

@@ -40,6 +40,9 @@ def test_every_section_but_laws_and_training(tmp_path):
         assert row["share_of_link"] > 0
     assert [row["ranks"] for row in result["generation"]] == [1, 2]
     assert result["mapping"] == [{"mapping": "separate, colocated", "skipped": "needs 4 ranks, here are 2"}]
+    said = {row["what"]: row for row in result["summary"]}
+    assert said["switch tiny, megatron pp2 to vllm tp2: bytes at the bound"]["met"] is True
+    assert "met" not in said["switch tiny, megatron pp2 to vllm tp2: seconds"], "targets are for 13B on 8 GPUs"
     assert len(result["model"]) == 6
     assert all(row["predicted"] > 0 and row["measured"] > 0 for row in result["model"])
 

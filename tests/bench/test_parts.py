@@ -10,6 +10,7 @@ import pytest
 import ranks
 import report
 import scaling_model
+import summary
 import torch
 import torch.distributed as dist
 from shapes import SHAPES
@@ -95,6 +96,25 @@ def test_the_model_never_hides_more_than_there_is_time_for():
     check, *more = scaling_model.check_and_extend(rows, links, args)
     assert (check["measured"], check["predicted"], check["communication"]) == (1.0, 5.0, 4.0)
     assert [(line["ranks"], line["predicted"]) for line in more] == [(8, 7.0), (32, 7.75)]
+
+
+def test_targets_are_judged_where_they_were_set_for():
+    row = {"model": "llama-2-13b", "from": "a", "to": "b", "seconds": [0.019, 0.01, 0.03], "at_bound": True, "ratio_seconds": 9.0}
+    row |= {"share_of_link": 0.7, "extra_mb": 300.0, "bucket_mb": 256.0}
+    scaled = {"backend": "fsdp", "ranks": 8, "efficiency": 0.91, "communication_share": 0.16}
+    result = {"laws": [{"ok": True}, {"ok": False}, {"skipped": "few"}], "switch": [row | {"ranks": 8}], "training": [scaled]}
+    on_gpus = {r["what"].rpartition(": ")[2]: r for r in summary.rows(result, cuda=True)}
+    assert {what: r["met"] for what, r in on_gpus.items() if "met" in r} == {
+        "laws that hold": False,
+        "seconds": True,
+        "bytes at the bound": True,
+        "share of the link rate": False,
+        "extra memory in buckets": True,
+        "weak-scaling efficiency": True,
+        "communication share": False,
+    }
+    assert on_gpus["laws that hold"]["measured"] == "1 of 2"
+    assert sum("met" in r for r in summary.rows(result, cuda=False)) == 2
 
 
 def test_what_a_machine_runs():
