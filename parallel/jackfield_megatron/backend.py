@@ -22,6 +22,7 @@ from jackfield_megatron.config import MegatronConfig, resolve
 from jackfield_megatron.groups import Groups
 from jackfield_megatron.inputs import Inputs, Rope, prepare
 from jackfield_reshard.modules import Unmoved, held
+from jackfield_workers.memory import within_memory
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -281,6 +282,7 @@ class MegatronBackend(Backend):
             items.append(last.replace(**empty))
         return items
 
+    @within_memory
     @_in_layout
     def forward(self, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs]:
         """Outputs for the tokens in `response_mask`, 0 elsewhere; empty Outputs on ranks that do not hold the last stage."""
@@ -303,6 +305,7 @@ class MegatronBackend(Backend):
                 module.train(mode)
         return outputs[: len(micro_batches)] if outputs else [Outputs() for _ in micro_batches]
 
+    @within_memory
     @_in_layout
     def forward_backward(self, micro_batches: Sequence[Batch], loss: Loss) -> LossSums:
         """Accumulate gradients; the sums are the same on all TP and CP ranks of the last stage, and empty on other stages."""

@@ -23,6 +23,7 @@ from jackfield_torch.lora import LoRAConfig, Merged, add_adapters
 from jackfield_torch.model import export_model, load_model
 from jackfield_torch.optimizer import MasterAdamW, ReplicatedAdamW
 from jackfield_torch.scoring import Scorer
+from jackfield_workers.memory import within_memory
 
 
 class TorchConfig(BackendConfig):
@@ -104,12 +105,14 @@ class TorchBackend(Backend):
         packing: str = self.config.packing
         return {"auto": None, "on": True, "off": False}[packing]
 
+    @within_memory
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[Batch], request: OutputRequest) -> list[Outputs]:
         """See Backend. Tokens outside `response_mask` are not scored: their outputs are 0."""
         with evaluating(self.model):
             return [self._score(batch, batch.response_mask, request) for batch in micro_batches]
 
+    @within_memory
     def forward_backward(self, micro_batches: Sequence[Batch], loss: Loss) -> LossSums:
         """See Backend."""
         if self.optimizer is None:

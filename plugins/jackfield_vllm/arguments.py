@@ -75,6 +75,15 @@ def memory_need(config: VLLMConfig, path: Path, dtype: torch.dtype, cuda: bool) 
     if heads % config.tp:
         raise ConfigError(f"engine.tp {config.tp} must divide the model's {heads} attention heads")
     head_size = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    if not cuda:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        known = CPUAttentionBackend.get_supported_head_sizes()
+        if head_size not in known:
+            raise ConfigError(
+                f"engine vllm: heads of size {head_size} (hidden_size {hf.hidden_size} / {heads} heads): vLLM on CPU has attention for "
+                f"{', '.join(map(str, known))} only; use engine hf, or a model with such heads"
+            )
     limit = int(hf.max_position_embeddings)
     length = config.max_model_len or limit
     if length > limit:

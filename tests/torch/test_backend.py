@@ -271,3 +271,21 @@ def test_a_bad_checkpoint_is_one_line(folder, tmp_path):
 def test_a_reference_cannot_be_trained(folder):
     with pytest.raises(ConfigError, match="without an optimizer"):
         build(folder).forward_backward([random_batch()], SimpleLoss())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_running_out_of_memory_says_what_to_change(folder, monkeypatch, checkpointing):
+    backend = build(folder, OptimizerConfig(), activation_checkpointing=checkpointing)
+
+    def score(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(backend, "_score", score)
+    batch = random_batch()
+    for run in (lambda: backend.forward([batch], SimpleLoss().request), lambda: backend.forward_backward([batch], SimpleLoss())):
+        with pytest.raises(
+            ConfigError, match=rf"role policy: out of memory on cpu .* {int(batch.lengths.sum())} tokens .*micro_batch_tokens"
+        ) as caught:
+            run()
+        assert ("activation_checkpointing" in str(caught.value)) is not checkpointing
+        assert "\n" not in str(caught.value)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from jackfield.errors import ConfigError, DataError, PluginError
+from jackfield.testing.models import tiny_model
 from jackfield.testing.samples import gap, generate, prompts, requests
 
 pytestmark = pytest.mark.vllm
@@ -81,6 +82,9 @@ def test_errors_say_what_to_do(llama, build, tmp_path, monkeypatch):
         build(llama, args={"warp_speed": 9})
     with pytest.raises(ConfigError, match="vLLM refuses"):
         build(llama, args={"kv_cache_memory_bytes": 1000})
+    narrow = tiny_model(tmp_path / "narrow", hidden=64, heads=4)
+    with pytest.raises(ConfigError, match=r"heads of size 16 \(hidden_size 64 / 4 heads\): .* for 32, 64, .*; use engine hf"):
+        build(narrow)
     with pytest.raises(DataError, match=r"no usable config.json"):
         build(tmp_path / "nowhere")
 
