@@ -57,7 +57,7 @@ def new(kind: str, name: str, out: str, single: bool) -> None:
         write(folder / target.format(**words), render(template.format(**words), words))
     write(folder / words["package"] / "__init__.py", f'"""{words["title"]} for jackfield."""\n')
     write(folder / words["package"] / "py.typed", "")
-    click.echo(f"{folder}\nnext: pip install -e '{folder}[test]' && pytest {folder}")
+    click.echo(f"{folder}\nnext: pip install -e '{folder}[test]' && python -m pytest {folder}")
     click.echo(f"then: jackfield train config.yaml {words['use']}")
 
 
