@@ -3,9 +3,9 @@
     python bench/advantages.py [--samples 8192] [--tokens 1024] [--repeat 5] [--threads 1] [--holes]
 
 CPU seconds of the process, so that a busy machine matters less. Both sides get the same inputs and are checked to agree; the ratio is of
-the fastest runs. Also shown: how the time grows
-with tokens, and the bytes allocated beyond the inputs and results, in units of one float32 [B, T] tensor. verl is read from an
-environment of its own: `PYTHONPATH=<its site-packages> python bench/advantages.py`.
+the fastest runs. `temporaries_BT` is the most memory held at once beyond inputs and results, in units of one float32 [B, T] tensor;
+`exponent` is that of the tokens in the time: the slope of log seconds over log tokens at 1/4, 1/2 and all of them (1 is linear). verl is
+read from an environment of its own: `PYTHONPATH=<its site-packages> python bench/advantages.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import resource
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -69,18 +69,23 @@ def peers(data: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def ours(data: dict[str, Any]) -> dict[str, Callable[[], Tensor]]:
-    """The same on this side."""
+def ours(data: dict[str, Any]) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """The same on this side: advantages, and with GAE the returns."""
     mask, outcome = data["mask"], data["outcome"]
     groups, valid = torch.arange(len(mask)) // 8, mask.any(-1)
+
+    def gae() -> tuple[Tensor, Tensor]:
+        advantages, returns = F.gae(data["rewards"], data["values"], mask, gamma=1.0, lam=0.95)
+        return F.masked_whiten(advantages, mask), returns
+
     return {
-        "gae": lambda: F.masked_whiten(F.gae(data["rewards"], data["values"], mask, gamma=1.0, lam=0.95)[0], mask),
-        "grpo": lambda: F.spread(F.group_center(outcome, groups, valid, std=True), mask),
-        "rloo": lambda: F.spread(F.leave_one_out(outcome, groups, valid), mask),
+        "gae": gae,
+        "grpo": lambda: (F.spread(F.group_center(outcome, groups, valid, std=True), mask),),
+        "rloo": lambda: (F.spread(F.leave_one_out(outcome, groups, valid), mask),),
     }
 
 
-def seconds(call: Callable[[], Tensor], repeat: int) -> float:
+def seconds(call: Callable[[], Any], repeat: int) -> float:
     """The fastest of `repeat` runs after one to warm up."""
     call()
     found = []
@@ -91,16 +96,23 @@ def seconds(call: Callable[[], Tensor], repeat: int) -> float:
     return min(found)
 
 
-def peak(call: Callable[[], Any], unit: int) -> float:
-    """Most memory held at once during the call, in units, by the allocator's own trace."""
+def temporaries(call: Callable[[], tuple[Tensor, ...]]) -> float:
+    """Most memory held at once during the call beyond what it returns, in units of its first result, by the allocator's own trace."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as trace:
-        call()
+        results = call()
     held = most = 0
     for event in trace.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
-    return most / unit
+    return (most - sum(x.nbytes for x in results)) / results[0].nbytes
+
+
+def exponent(times: dict[int, float]) -> float:
+    """Least-squares slope of log seconds over log tokens."""
+    points = [(math.log(tokens), math.log(taken)) for tokens, taken in times.items()]
+    x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
 def main() -> None:
@@ -113,22 +125,18 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     data = inputs(args.samples, args.tokens, args.holes)
     mine, theirs = ours(data), peers(data)
-    unit = data["values"].nbytes
+    shorter = {args.tokens // n: ours(inputs(args.samples, args.tokens // n, args.holes)) for n in (2, 4)}
     result: dict[str, Any] = {"samples": args.samples, "tokens": args.tokens, "threads": args.threads, "holes": args.holes}
     for name, call in mine.items():
-        row = {"seconds": seconds(call, args.repeat), "peak_BT": peak(call, unit)}
+        times = {args.tokens: seconds(call, args.repeat)} | {t: seconds(calls[name], args.repeat) for t, calls in shorter.items()}
+        row = {"seconds": times[args.tokens], "exponent": exponent(times), "temporaries_BT": temporaries(call)}
         if name in theirs:
             other = theirs[name]
-            torch.testing.assert_close(call(), other(), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(call()[0], other(), rtol=1e-3, atol=1e-3)
             row |= {"other": seconds(other, args.repeat)}
             row["ratio"] = row["other"] / row["seconds"]
         result[name] = row
         print(name, {k: round(v, 4) for k, v in row.items()}, flush=True)
-    half = ours(inputs(args.samples, args.tokens // 2, args.holes))
-    result["time_for_twice_the_tokens"] = {
-        n: mine_s / seconds(half[n], args.repeat) for n, mine_s in ((n, result[n]["seconds"]) for n in mine)
-    }
-    result["rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(json.dumps(result))
 
 

@@ -11,6 +11,7 @@ from jackfield.functional import (
 from jackfield_estimators.clipped import ClippedAlgorithm, ClippedConfig, clipped_surrogate
 from jackfield_estimators.groups import GroupStats, group_center, group_stats, group_sum, leave_one_out
 from jackfield_estimators.reductions import masked_mean, masked_whiten, sequence_mean
+from jackfield_estimators.relative import GroupAlgorithm, GroupConfig
 from jackfield_estimators.returns import (
     clipped_value_loss,
     discounted_returns,
@@ -26,6 +27,8 @@ __all__ = [
     "LOG_RATIO_LIMIT",
     "ClippedAlgorithm",
     "ClippedConfig",
+    "GroupAlgorithm",
+    "GroupConfig",
     "GroupStats",
     "adaptive_kl_multiplier",
     "clipped_surrogate",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +9,9 @@ from torch import Tensor
 
 from jackfield.batch import Batch
 from jackfield.functional import trained
+
+BLOCK = 32
+"""Tokens that a scan treats as one matrix product: a constant, so that its work is linear in tokens."""
 
 
 def spread(x: Tensor, mask: Tensor) -> Tensor:
@@ -46,13 +48,14 @@ def _decays(size: int, decay: float, like: Tensor) -> Tensor:
 
 
 def _scan(x: Tensor, decay: float) -> Tensor:
-    """y[t] = x[t] + decay * y[t + 1] along the last dimension of [b, T], as two matrix products with blocks of sqrt(T)."""
+    """y[t] = x[t] + decay * y[t + 1] along the last dimension of [b, T]: matrix products within blocks, then a scan over the blocks."""
     rows, length = x.shape
-    size = max(math.isqrt(length), 1)
-    blocks = -(-length // size)
-    inner = torch.nn.functional.pad(x, (0, blocks * size - length)).view(rows, blocks, size) @ _decays(size, decay, x)
-    carry = inner[:, 1:, 0] @ _decays(blocks - 1, decay**size, x)
-    weights = decay ** torch.arange(size, 0, -1, dtype=torch.float64, device=x.device)
+    if length <= BLOCK:
+        return x @ _decays(length, decay, x)
+    blocks = -(-length // BLOCK)
+    inner = torch.nn.functional.pad(x, (0, blocks * BLOCK - length)).view(rows, blocks, BLOCK) @ _decays(BLOCK, decay, x)
+    carry = _scan(inner[:, 1:, 0], decay**BLOCK)
+    weights = decay ** torch.arange(BLOCK, 0, -1, dtype=torch.float64, device=x.device)
     inner[:, :-1].addcmul_(carry[..., None], weights.to(x.dtype))
     return inner.view(rows, -1)[:, :length]
 

@@ -8,14 +8,12 @@ low"; here the weight has no lower bound and at most 5.
 
 from __future__ import annotations
 
-import dataclasses
-
-from pydantic import Field
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
+from jackfield import Batch, LossOutput, Outputs
 from jackfield.schedule import Schedule
+from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
 def cispo_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -25,30 +23,18 @@ def cispo_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, 
     return -weight * advantages * log_probs, (weight != ratio).to(ratio.dtype)
 
 
-class CISPO(Algorithm):
+class CISPO(GroupAlgorithm):
     """Clipped importance-sampling policy optimisation."""
 
-    class Config(AlgorithmConfig):
+    class Config(GroupConfig):
         """Settings of CISPO."""
 
         clip_low: Schedule = 1.0
         """Smallest weight is 1 - `clip_low`; 1: no lower bound."""
         clip_high: Schedule = 4.0
         """Largest weight is 1 + `clip_high`."""
-        eps: float = Field(default=1e-6, ge=0)
-        """Added to the group's standard deviation."""
 
     config: Config
-
-    @property
-    def needs(self) -> Needs:
-        """Two samples a prompt."""
-        return dataclasses.replace(super().needs, min_group_size=2)
-
-    def advantage(self, batch: Batch) -> Batch:
-        """As in GRPO."""
-        rewards = F.outcomes(batch)
-        return F.with_advantages(batch, F.group_center(rewards, batch.group_ids, F.trained(batch), std=True, eps=self.config.eps))
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         """REINFORCE with a clipped importance weight."""

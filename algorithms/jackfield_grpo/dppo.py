@@ -10,7 +10,6 @@ them by their mass. A as in GRPO. Departures: pi_old is the policy that sampled,
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import torch
@@ -18,8 +17,9 @@ from pydantic import Field
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
+from jackfield import Batch, LossOutput, Outputs
 from jackfield.schedule import Schedule
+from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
 def dppo_loss(
@@ -37,10 +37,10 @@ def dppo_loss(
     return torch.where(inside, -weight * advantages * log_probs, 0), (~inside).to(p.dtype)
 
 
-class DPPO(Algorithm):
+class DPPO(GroupAlgorithm):
     """Divergence proximal policy optimisation."""
 
-    class Config(AlgorithmConfig):
+    class Config(GroupConfig):
         """Settings of DPPO."""
 
         old_log_probs: Literal["auto", "recompute", "rollout"] = "rollout"
@@ -53,20 +53,8 @@ class DPPO(Algorithm):
         """Divergence beyond which a token of positive advantage gets no gradient."""
         ratio_max: float = Field(default=20.0, gt=1)
         """Largest importance weight."""
-        eps: float = Field(default=1e-6, ge=0)
-        """Added to the group's standard deviation."""
 
     config: Config
-
-    @property
-    def needs(self) -> Needs:
-        """Two samples a prompt."""
-        return dataclasses.replace(super().needs, min_group_size=2)
-
-    def advantage(self, batch: Batch) -> Batch:
-        """As in GRPO."""
-        rewards = F.outcomes(batch)
-        return F.with_advantages(batch, F.group_center(rewards, batch.group_ids, F.trained(batch), std=True, eps=self.config.eps))
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         """REINFORCE with a truncated weight, inside the trust region."""

@@ -9,13 +9,11 @@ the whole sequence's log-ratio.
 
 from __future__ import annotations
 
-import dataclasses
-
 from pydantic import Field
 from torch import Tensor
 
-import jackfield_estimators as F
-from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
+from jackfield import Batch, LossOutput, Outputs
+from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
 def dro_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, beta: float) -> Tensor:
@@ -23,25 +21,18 @@ def dro_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, be
     return -(advantages * log_probs - beta / 2 * (log_probs - old_log_probs).square())
 
 
-class DRO(Algorithm):
+class DRO(GroupAlgorithm):
     """Direct reward optimisation."""
 
-    class Config(AlgorithmConfig):
+    class Config(GroupConfig):
         """Settings of DRO."""
 
+        std: bool = False
+        """Divide by the group's standard deviation."""
         beta: float = Field(default=0.1, gt=0)
         """Coefficient of the squared log-ratio."""
 
     config: Config
-
-    @property
-    def needs(self) -> Needs:
-        """Two samples a prompt."""
-        return dataclasses.replace(super().needs, min_group_size=2)
-
-    def advantage(self, batch: Batch) -> Batch:
-        """Rewards less the group's mean."""
-        return F.with_advantages(batch, F.group_center(F.outcomes(batch), batch.group_ids, F.trained(batch)))
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         """The policy gradient with a quadratic pull towards the old policy."""

@@ -9,16 +9,14 @@ Departures: weights that vary within a sample (off-policy correction) multiply t
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
-from pydantic import Field
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
+from jackfield import Batch, LossOutput, Outputs
 from jackfield.algorithm import Reduction
 from jackfield.schedule import Schedule
+from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
 def gmpo_loss(
@@ -33,10 +31,10 @@ def gmpo_loss(
     return loss.expand_as(log_probs), (chosen != log_ratio).to(log_ratio.dtype)
 
 
-class GMPO(Algorithm):
+class GMPO(GroupAlgorithm):
     """Geometric-mean policy optimisation."""
 
-    class Config(AlgorithmConfig):
+    class Config(GroupConfig):
         """Settings of GMPO."""
 
         reduction: Reduction = "seq-mean-token-mean"
@@ -45,20 +43,8 @@ class GMPO(Algorithm):
         """Smallest log-ratio of a token is -`clip_low`."""
         clip_high: Schedule = 0.4
         """Largest log-ratio of a token."""
-        eps: float = Field(default=1e-6, ge=0)
-        """Added to the group's standard deviation."""
 
     config: Config
-
-    @property
-    def needs(self) -> Needs:
-        """Two samples a prompt."""
-        return dataclasses.replace(super().needs, min_group_size=2)
-
-    def advantage(self, batch: Batch) -> Batch:
-        """As in GRPO."""
-        rewards = F.outcomes(batch)
-        return F.with_advantages(batch, F.group_center(rewards, batch.group_ids, F.trained(batch), std=True, eps=self.config.eps))
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         """The geometric mean's loss."""

@@ -10,15 +10,13 @@ With one advantage a sample GSPO-token has GSPO's value and gradient. A as in GR
 
 from __future__ import annotations
 
-import dataclasses
-
-from pydantic import Field
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
+from jackfield import Batch, LossOutput, Outputs
 from jackfield.algorithm import Reduction
 from jackfield.schedule import Schedule
+from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
 def gspo_loss(
@@ -31,10 +29,10 @@ def gspo_loss(
     return loss, clipped
 
 
-class GSPO(Algorithm):
+class GSPO(GroupAlgorithm):
     """Group sequence policy optimisation."""
 
-    class Config(AlgorithmConfig):
+    class Config(GroupConfig):
         """Settings of GSPO."""
 
         reduction: Reduction = "seq-mean-token-mean"
@@ -43,20 +41,8 @@ class GSPO(Algorithm):
         """The sequence's ratio earns nothing below 1 - `clip_low`."""
         clip_high: Schedule = 4e-4
         """The sequence's ratio earns nothing above 1 + `clip_high`."""
-        eps: float = Field(default=1e-6, ge=0)
-        """Added to the group's standard deviation."""
 
     config: Config
-
-    @property
-    def needs(self) -> Needs:
-        """Two samples a prompt."""
-        return dataclasses.replace(super().needs, min_group_size=2)
-
-    def advantage(self, batch: Batch) -> Batch:
-        """As in GRPO."""
-        rewards = F.outcomes(batch)
-        return F.with_advantages(batch, F.group_center(rewards, batch.group_ids, F.trained(batch), std=True, eps=self.config.eps))
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         """The clipped loss of the sequence's ratio."""

@@ -17,7 +17,8 @@ from pydantic import Field
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
+from jackfield import Batch, LossOutput, Needs, Outputs
+from jackfield_estimators import GroupAlgorithm, GroupConfig
 from jackfield_grpo.covariance import random_order, token_covariance
 
 
@@ -39,30 +40,23 @@ def kl_cov_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, ch
     return -advantages * log_ratio.exp() + torch.where(chosen, beta * log_ratio.abs(), 0)
 
 
-class KLCov(Algorithm):
+class KLCov(GroupAlgorithm):
     """Covariance-penalised policy optimisation."""
 
-    class Config(AlgorithmConfig):
+    class Config(GroupConfig):
         """Settings of KL-Cov."""
 
         ratio: float = Field(default=2e-3, gt=0, le=1)
         """Share of the tokens that is penalised; at least one token. The paper: 2e-3 for 7B, 2e-4 for 32B."""
         beta: float = Field(default=1.0, ge=0)
         """Coefficient of the penalty."""
-        eps: float = Field(default=1e-6, ge=0)
-        """Added to the group's standard deviation."""
 
     config: Config
 
     @property
     def needs(self) -> Needs:
         """Two samples a prompt, and log-probs before the update."""
-        return dataclasses.replace(super().needs, min_group_size=2, old_log_probs=True)
-
-    def advantage(self, batch: Batch) -> Batch:
-        """As in GRPO."""
-        rewards = F.outcomes(batch)
-        return F.with_advantages(batch, F.group_center(rewards, batch.group_ids, F.trained(batch), std=True, eps=self.config.eps))
+        return dataclasses.replace(super().needs, old_log_probs=True)
 
     def prepare(self, batch: Batch) -> Batch:
         """Choose the tokens to penalise in the whole mini-batch."""

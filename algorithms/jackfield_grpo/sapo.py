@@ -8,15 +8,14 @@ A as in GRPO. Departures: none.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
 import jackfield_estimators as F
-from jackfield import Algorithm, AlgorithmConfig, Batch, LossOutput, Needs, Outputs
+from jackfield import Batch, LossOutput, Outputs
 from jackfield.algorithm import Reduction
+from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
 def sapo_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float) -> Tensor:
@@ -26,10 +25,10 @@ def sapo_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, t
     return -torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages
 
 
-class SAPO(Algorithm):
+class SAPO(GroupAlgorithm):
     """Soft adaptive policy optimisation."""
 
-    class Config(AlgorithmConfig):
+    class Config(GroupConfig):
         """Settings of SAPO."""
 
         reduction: Reduction = "seq-mean-token-mean"
@@ -38,20 +37,8 @@ class SAPO(Algorithm):
         """Temperature of the gate for tokens of positive advantage."""
         tau_neg: float = Field(default=1.05, gt=0)
         """Temperature of the gate for the others; larger fades sooner, which the paper found more stable."""
-        eps: float = Field(default=1e-6, ge=0)
-        """Added to the group's standard deviation."""
 
     config: Config
-
-    @property
-    def needs(self) -> Needs:
-        """Two samples a prompt."""
-        return dataclasses.replace(super().needs, min_group_size=2)
-
-    def advantage(self, batch: Batch) -> Batch:
-        """As in GRPO."""
-        rewards = F.outcomes(batch)
-        return F.with_advantages(batch, F.group_center(rewards, batch.group_ids, F.trained(batch), std=True, eps=self.config.eps))
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossOutput:
         """The gated loss."""
