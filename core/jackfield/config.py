@@ -111,7 +111,7 @@ class RoleConfig(ComponentConfig):
     backend: Spec | None = None
     """Training backend with its layout; reference and critic default to the policy's; the policy to `torch`."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Unused for a reference."""
+    """What a critic leaves unset is the policy's; unused for a reference."""
     micro_batch_tokens: int = Field(default=8192, gt=0)
     """Most tokens in one micro-batch, padding not counted; a longer sample goes alone."""
     gpus: int | None = Field(default=None, gt=0)
@@ -212,14 +212,14 @@ class RunConfig(ComponentConfig):
 def role_config(config: RunConfig, role: str) -> RoleConfig:
     """The role's settings with what it inherits from the policy filled in."""
     own: RoleConfig = getattr(config, role)
-    policy = config.policy
-    model = own.model or policy.model
+    model = own.model or config.policy.model
     if model is None:
         raise ConfigError("policy.model is missing: name a local Hugging Face folder or a hub model")
     if role == "critic" and model.head != "value":
         model = model.model_copy(update={"head": "value"})
-    backend = own.backend or policy.backend or ComponentSpec(name="torch")
-    return own.model_copy(update={"model": model, "backend": backend})
+    backend = own.backend or config.policy.backend or ComponentSpec(name="torch")
+    optimizer = config.policy.optimizer.model_copy(update={n: getattr(own.optimizer, n) for n in own.optimizer.model_fields_set})
+    return own.model_copy(update={"model": model, "backend": backend, "optimizer": optimizer})
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> ConfigError:
