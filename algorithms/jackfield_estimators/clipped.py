@@ -17,7 +17,7 @@ def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's loss by token, arXiv 1707.06347 eq. 7: max(-A r, -A clip(r, 1 - low, 1 + high)); where A < 0 at most -A * dual
-    (arXiv 1912.09729, eq. 5). Also two float masks: where the clip made the loss larger, and where the dual clip made it smaller."""
+    (dual-clip PPO, arXiv 1912.09729). Also two float masks: where the clip made the loss larger, where the dual clip made it smaller."""
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     loss = torch.maximum(plain, clipped)
     bounded = torch.zeros_like(loss)

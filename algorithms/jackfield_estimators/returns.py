@@ -87,7 +87,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates and their returns, arXiv 1506.02438 eq. 11, 16: ([B, T], [B, T]), 0 outside the mask.
+    """Generalised advantage estimates and their returns, arXiv 1506.02438: ([B, T], [B, T]), 0 outside the mask.
 
     delta[t] = rewards[t] + gamma * values[t'] - values[t] and A[t] = delta[t] + gamma * lam * A[t'], with t' the next valid token:
     masked tokens, such as a tool's output, take no time. Beyond the last valid token value and advantage are 0. returns = A + values.

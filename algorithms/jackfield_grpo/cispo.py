@@ -1,6 +1,6 @@
 """CISPO, clipped importance-sampling policy optimisation: MiniMax-M1, arXiv 2506.13585.
 
-    loss = token-mean of -sg(clip(r, 1 - low, 1 + high)) A log pi,  r = pi / pi_old        (eq. 4 and 5)
+    loss = token-mean of -sg(clip(r, 1 - low, 1 + high)) A log pi,  r = pi / pi_old
 
 The weight is clipped, not the update: every token keeps a gradient. A as in GRPO. Departures: the paper names no values beyond "a large
 low"; here the weight has no lower bound and at most 5.

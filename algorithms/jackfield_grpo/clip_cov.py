@@ -1,7 +1,7 @@
 """Clip-Cov: Cui et al., The entropy mechanism of reinforcement learning, arXiv 2505.22617.
 
-    cov[t] = (log pi[t] - mean log pi) (A[t] - mean A), means over all tokens of the mini-batch            (eq. 10)
-    a random share `ratio` of the tokens with cov_low < cov < cov_high gets no gradient; the rest PPO's clipped loss (eq. 11 and 12)
+    cov[t] = (log pi[t] - mean log pi) (A[t] - mean A), means over all tokens of the mini-batch
+    a random share `ratio` of the tokens with cov_low < cov < cov_high gets no gradient; the rest PPO's clipped loss
 
 Tokens of high covariance are what collapses the policy's entropy. A as in GRPO. Departures: the covariance is taken once, from the
 log-probs before the update and over the whole mini-batch, so that micro-batches cannot change it; the paper's code takes it by

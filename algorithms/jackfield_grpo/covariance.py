@@ -9,7 +9,7 @@ import jackfield_estimators as F
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(log pi - mean log pi) (A - mean A) by token, means over the mask: arXiv 2505.22617, eq. 10. float64 [B, T]; -inf outside."""
+    """Token-wise covariance of arXiv 2505.22617: (log pi - mean log pi) (A - mean A), means over the mask. float64 [B, T]; -inf outside."""
     x, y = log_probs.detach().double(), advantages.double()
     product = (x - F.masked_mean(x, mask)) * (y - F.masked_mean(y, mask))
     return torch.where(mask, product, -torch.inf)

@@ -1,8 +1,8 @@
 """DAPO, decoupled clip and dynamic sampling policy optimisation: Yu et al., arXiv 2503.14476.
 
-    loss = token-mean of max(-A r, -A clip(r, 1 - 0.2, 1 + 0.28)), A as in GRPO                (eq. 8 to 10, 12: clip-higher, token-mean)
-    groups whose task rewards are all equal are dropped and others drawn in their place         (eq. 11: dynamic sampling)
-    reward += 0 while length <= L - C; (L - C - length) / C up to L; -1 beyond                  (eq. 13: soft overlong punishment)
+    loss = token-mean of max(-A r, -A clip(r, 1 - 0.2, 1 + 0.28)), A as in GRPO          (clip-higher, token-level loss)
+    groups whose task rewards are all equal are dropped and others drawn in their place         (dynamic sampling)
+    reward += 0 while length <= L - C; (L - C - length) / C up to L; -1 beyond                  (soft overlong punishment, eq. 13)
 
 with L = `max_length` and C = `overlong_buffer`. Departures: whether a group is dropped is decided on the rewards as the tasks gave them,
 before the overlong punishment, or on one named score (`filter_on`), since a shaped reward always varies.
@@ -24,7 +24,7 @@ from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
 def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:
-    """Eq. 13: 0 up to `max_length - buffer` tokens, falling linearly to -1 at `max_length`. `lengths`: [B]."""
+    """Soft overlong punishment, eq. 13: 0 up to `max_length - buffer` tokens, falling linearly to -1 at `max_length`. `lengths`: [B]."""
     return ((max_length - buffer - lengths) / buffer).clamp(-1, 0)
 
 

@@ -1,6 +1,6 @@
 """Dr. GRPO, GRPO done right: Liu et al., arXiv 2503.20783.
 
-    A[i] = r[i] - mean(r), over the group; loss = sum over tokens / (fixed_length * samples)    (section 3.2)
+    A[i] = r[i] - mean(r), over the group; loss = sum over tokens / (fixed_length * samples)
 
 Neither the group's standard deviation (which favours prompts that are nearly solved or nearly hopeless) nor the sample's own length
 (which favours long wrong answers) divides anything. Departures: none; `fixed_length` defaults to `sampling.max_new_tokens`, the paper's

@@ -1,4 +1,4 @@
-"""DRO, direct reward optimisation as a policy gradient: Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599, section 2.3.2.
+"""DRO, direct reward optimisation as a policy gradient: Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599.
 
     loss = token-mean of -(A log pi - beta / 2 (log pi - log pi_old)^2)
 

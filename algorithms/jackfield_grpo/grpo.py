@@ -1,7 +1,7 @@
 """GRPO, group relative policy optimisation: Shao et al., DeepSeekMath, arXiv 2402.03300.
 
-    A[i] = (r[i] - mean(r)) / (std(r) + eps), over the group of samples of one prompt          (section 4.1.2)
-    loss = mean over samples of the mean over tokens of PPO's clipped loss + beta KL(pi || ref) (eq. 3; KL by k3, eq. 4)
+    A[i] = (r[i] - mean(r)) / (std(r) + eps), over the group of samples of one prompt          (outcome supervision)
+    loss = mean over samples of the mean over tokens of PPO's clipped loss + beta KL(pi || ref), by k3
 
 std is the unbiased one. Departures: a group whose rewards are all equal has advantage exactly 0, where rounding and a small
 eps would make it large (law 14); without `kl.coef` (the paper: 0.04) there is no reference policy.

@@ -1,8 +1,8 @@
 """GSPO, group sequence policy optimisation: Zheng et al., arXiv 2507.18071.
 
-    s[i] = (pi(y[i]) / pi_old(y[i]))^(1 / |y[i]|) = exp(mean over tokens of log(pi / pi_old))                  (eq. 7)
-    s[i, t] = sg(s[i]) pi[i, t] / sg(pi[i, t]): the value of s[i], the gradient through each token's own pi   (GSPO-token, eq. 14)
-    loss = mean over samples of the mean over tokens of max(-A s[i, t], -A clip(s[i, t], 1 - low, 1 + high))   (eq. 5, 13)
+    s[i] = (pi(y[i]) / pi_old(y[i]))^(1 / |y[i]|) = exp(mean over tokens of log(pi / pi_old))
+    s[i, t] = sg(s[i]) pi[i, t] / sg(pi[i, t]): the value of s[i], the gradient through each token's own pi   (GSPO-token)
+    loss = mean over samples of the mean over tokens of max(-A s[i, t], -A clip(s[i, t], 1 - low, 1 + high))
 
 With one advantage a sample GSPO-token has GSPO's value and gradient. A as in GRPO. Departures: none; clip ratios are the paper's
 (3e-4 and 4e-4: a mean over tokens moves far less than a token).

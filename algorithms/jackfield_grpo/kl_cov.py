@@ -1,7 +1,7 @@
 """KL-Cov: Cui et al., The entropy mechanism of reinforcement learning, arXiv 2505.22617.
 
-    cov[t] = (log pi[t] - mean log pi) (A[t] - mean A), means over all tokens of the mini-batch            (eq. 10)
-    loss = token-mean of -A r, plus beta |log r| on the share `ratio` of tokens with the largest covariance      (eq. 13 and 14)
+    cov[t] = (log pi[t] - mean log pi) (A[t] - mean A), means over all tokens of the mini-batch
+    loss = token-mean of -A r, plus beta |log r| on the share `ratio` of tokens with the largest covariance
 
 with r = pi / pi_old and no clip. A as in GRPO. The penalty is on moving away from pi_old, so it acts only where a batch takes several
 optimizer steps (`mini_batches`, `epochs`). Departures: the covariance is taken once, from the log-probs before the update and over the

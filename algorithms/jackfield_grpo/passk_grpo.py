@@ -2,7 +2,7 @@
 
     A[i] = mean over the k-subsets S of the group that hold i of  max r(S) - max r(S without i)
 
-With k the whole group (the default, arXiv 2503.19595 with the leave-one-out baseline, section 3.2) only the best sample earns
+With k the whole group (the default, arXiv 2503.19595 with the leave-one-out baseline) only the best sample earns
 something: its lead over the second. With k < n it is the estimator `sloo minus one` of arXiv 2505.15201: r sorted upwards,
 A[m] = sum over j < m of (r[m] - r[j]) C(j - 1, k - 2) / C(n - 1, k - 1), j and m counted from 1.
 

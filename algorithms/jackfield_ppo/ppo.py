@@ -1,12 +1,17 @@
 """PPO, proximal policy optimisation with a learned critic: Schulman et al., arXiv 1707.06347.
 
-    A[t] = sum_k (gamma lam)^(k-t) delta[k],  delta[t] = r[t] + gamma V[t+1] - V[t]      (arXiv 1506.02438, eq. 11 and 16)
+    A[t] = sum_k (gamma lam)^(k-t) delta[k],  delta[t] = r[t] + gamma V[t+1] - V[t]      (GAE, arXiv 1506.02438)
     policy: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)),  r = pi / pi_old        (eq. 7)
     critic: max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2) / 2,  R = A + V_old
 
-The reward stands on the last trainable token, the KL penalty (`kl.place: reward`) on every token. Departures: advantages are whitened
-over the batch, as every implementation for language models does and the paper does not (`whiten`); clip ratios may differ below
-and above (DAPO); the critic is a model of its own, so there is no value coefficient: set `critic.optimizer.lr`.
+The reward stands on the last trainable token, the KL penalty (`kl.place: reward`) on every token. Departures: `lam` is 1, where papers on
+control have 0.95: the one reward stands at the end of the answer, and a smaller lam takes it to the early tokens through the critic alone,
+which starts from nothing and is wrong for long; advantages are whitened over the batch, as every implementation for language models
+does and the paper does not (`whiten`); clip ratios may differ below and above (DAPO); the critic is a model of its own, so there is no
+value coefficient: `critic.optimizer` sets its rate, by default the policy's.
+
+Whitened advantages do not fade as the policy gets better, so what the critic leaves unexplained keeps its full size, and Adam's steps
+with it: PPO wants a lower learning rate than the algorithms whose advantage is 0 where a group's rewards are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ class PPO(ClippedAlgorithm):
 
         gamma: float = Field(default=1.0, ge=0, le=1)
         """Discount by token."""
-        lam: float = Field(default=0.95, ge=0, le=1)
+        lam: float = Field(default=1.0, ge=0, le=1)
         """lambda of generalised advantage estimation: 0 trusts the critic, 1 the return."""
         whiten: bool = True
         """Give the advantages mean 0 and variance 1 over the batch's tokens."""

@@ -1,7 +1,7 @@
 """OPO, on-policy RL with the optimal reward baseline: Hao et al., arXiv 2505.23585.
 
     A[i] = r[i] - sum of length * r / sum of length, over the group: the baseline of least variance when a gradient's
-    square grows with the answer's length                                                   (section 3.2)
+    square grows with the answer's length
     loss = token-mean of -A log pi, exactly on-policy, without KL or entropy terms
 
 Departures: where a batch takes several optimizer steps, PPO's clipped ratio stands in for log pi (its gradient is the same on the policy

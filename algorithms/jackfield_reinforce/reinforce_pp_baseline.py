@@ -1,4 +1,4 @@
-"""REINFORCE++ with a group baseline: Hu et al., arXiv 2501.03262, section 3.3.
+"""REINFORCE++ with a group baseline: Hu et al., arXiv 2501.03262.
 
     A = (r - mean of the group) on every token, then (A - mean) / std over all tokens of the batch; loss = token-mean of PPO's clipped loss
 

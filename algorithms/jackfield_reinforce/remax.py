@@ -1,6 +1,6 @@
 """ReMax, REINFORCE with a greedy baseline: Li et al., arXiv 2310.10505.
 
-    A[t] = sum over k >= t of r[k] - reward of the greedy answer to the same prompt        (section 4.1)
+    A[t] = sum over k >= t of r[k] - reward of the greedy answer to the same prompt
     loss = mean over samples of the sum over tokens of -A log pi
 
 The runner rolls out and scores one greedy answer a prompt. Departures: where a batch takes several optimizer steps, PPO's clipped ratio

@@ -1,6 +1,6 @@
 """RLOO, REINFORCE leave-one-out: Ahmadian et al., Back to basics, arXiv 2402.14740; Kool et al. 2019.
 
-    A[i] = r[i] - mean of the other samples' rewards in the group = n / (n - 1) (r[i] - mean(r))       (section 3.2)
+    A[i] = r[i] - mean of the other samples' rewards in the group = n / (n - 1) (r[i] - mean(r))
     loss = mean over samples of the sum over tokens of -A log pi: the whole answer is one action
 
 Departures: where a batch takes several optimizer steps, PPO's clipped ratio stands in for log pi (its gradient is the same on the policy

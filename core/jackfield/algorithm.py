@@ -32,7 +32,7 @@ class KLConfig(ComponentConfig):
     """k1, k2, k3 as in Schulman's note, abs = |k1|; a `+` keeps the value and takes k2's gradient; `unbiased` has the exact value and
     gradient of KL(pi || ref) in expectation, importance weight included."""
     target: float | None = Field(default=None, gt=0)
-    """Adapt the coefficient towards this KL (arXiv 1909.08593, section 2.2); None keeps it fixed."""
+    """Adapt the coefficient towards this KL (the controller of arXiv 1909.08593); None keeps it fixed."""
     horizon: int = Field(default=10000, gt=0)
     """Samples over which the adaptive coefficient changes."""
 

@@ -77,5 +77,5 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, old_lo
 
 
 def adaptive_kl_multiplier(kl: float, target: float, samples: int, horizon: int) -> float:
-    """Factor on the KL coefficient after a step that saw `kl` over `samples` (arXiv 1909.08593, section 2.2)."""
+    """Factor on the KL coefficient after a step that saw `kl` over `samples` (the controller of arXiv 1909.08593)."""
     return 1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon

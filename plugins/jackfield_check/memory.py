@@ -59,9 +59,8 @@ def frozen(table: list[Tensor], layout: Layout, options: Mapping[str, Any]) -> N
 def trained(table: list[Tensor], layout: Layout, options: Mapping[str, Any], config: Mapping[str, Any], tokens: int) -> Need:
     """A model in training with AdamW: its moments are 8 bytes an element, and a bfloat16 model has float32 masters of 4 more.
 
-    Activations follow Korthikanti et al. (arXiv 2205.05198, equation 2 without the attention matrix): 34 bytes a token, layer and
-    hidden unit at 16 bits; with recomputation 2, and one layer in full. Tensor parallelism without sequence parallelism (fsdp) divides
-    24 of the 34 (their section 4.2.1).
+    Activations follow Korthikanti et al. (arXiv 2205.05198, without the attention matrix): 34 bytes a token, layer and hidden unit at
+    16 bits; with recomputation 2, and one layer in full. Tensor parallelism without sequence parallelism (fsdp) divides 24 of the 34.
     """
     item, held = ITEM[options.get("dtype", "float32")], elements(table, layout)
     if layout.kind == "fsdp" and layout.world > 1:
