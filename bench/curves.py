@@ -18,8 +18,11 @@ from jackfield import Trainer, load_config, registry
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "algorithms"
-SETTINGS = {"ppo": ["critic.optimizer.lr=3e-3"]}
-"""Beside the defaults: the critic starts from nothing here, for which its default rate is much too low."""
+SETTINGS = {
+    "ppo": ["policy.optimizer.lr=2e-3", "algorithm.entropy_coef={start: 0.05, end: 0, steps: 150}"],
+    "reinforce_pp": ["policy.optimizer.lr=1e-3", "batch.prompts=32", "algorithm.entropy_coef={start: 0.1, end: 0, steps: 150}"],
+}
+"""Beside the quickstart's: what algorithms need whose whitened advantages never become 0 (their pages say why)."""
 COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df")
 
 
@@ -75,7 +78,8 @@ def collect(work: Path) -> dict[str, dict[str, list[float]]]:
         curves.setdefault(name, {})[seed] = json.loads(path.read_text())
     DOCS.mkdir(parents=True, exist_ok=True)
     rows = ",\n".join(f'  "{n}": {json.dumps({s: [round(v, 3) for v in c] for s, c in seeds.items()})}' for n, seeds in curves.items())
-    head = '{"command": "python bench/curves.py",\n "mean reward by step, by algorithm and seed": {\n'
+    head = f'{{"command": "python bench/curves.py",\n "overrides": {json.dumps(SETTINGS)},\n'
+    head += ' "mean reward by step, by algorithm and seed": {\n'
     (DOCS / "curves.json").write_text(head + rows + "\n}}\n")
     for name, seeds in curves.items():
         (DOCS / f"{name}.svg").write_text(svg(name, seeds, curves.get("grpo", {}) if name != "grpo" else {}))

@@ -21,13 +21,14 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift: bool = True, eps: float = 1
 
     Unchanged where fewer than two are valid; exactly 0 (or the mean) where all valid ones are equal (law 14). `eps` is in the variance.
     """
-    count = int(mask.sum())
+    count = int(torch.count_nonzero(mask))  # mask.sum() would make an int64 copy of the mask first
     clean = torch.where(mask, x, 0)
     if count < 2:
         return clean
     mean = (clean.sum(-1).sum(dtype=torch.float64) / count).to(x.dtype)
     clean.sub_(mean).masked_fill_(~mask, 0)
     variance = torch.linalg.vector_norm(clean, dim=-1).double().square().sum() / (count - 1)
+    # Of a bool tensor any() takes many times as long as amax() of its bytes.
     first = x.flatten()[mask.flatten().view(torch.uint8).argmax()]
-    clean.mul_(torch.rsqrt(variance + eps).to(x.dtype) * ((x != first) & mask).any())
+    clean.mul_(torch.rsqrt(variance + eps).to(x.dtype) * ((x != first) & mask).view(torch.uint8).amax())
     return clean if shift else clean.add_(mean).masked_fill_(~mask, 0)

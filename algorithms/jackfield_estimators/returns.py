@@ -66,8 +66,10 @@ def _scan_rows(mask: Tensor) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     size = max(1, 2**18 // max(mask.shape[1], 1))
     for start in range(0, len(mask) if mask.shape[1] else 0, size):
         part = mask[start : start + size]
-        begins = part[:, :1].sum(-1) + (part[:, 1:] & ~part[:, :-1]).sum(-1)
-        front = torch.arange(mask.shape[1], device=mask.device) < part.sum(-1, keepdim=True) if bool((begins > 1).any()) else None
+        begins = torch.count_nonzero(part[:, 0]) + torch.count_nonzero(part[:, 1:] > part[:, :-1])
+        front = None
+        if begins > torch.count_nonzero(part.view(torch.uint8).amax(-1)):  # more stretches of valid tokens than rows with any
+            front = torch.arange(mask.shape[1], device=mask.device) < part.view(torch.uint8).sum(-1, keepdim=True, dtype=torch.int32)
         yield slice(start, start + size), part, front
 
 

@@ -4,6 +4,10 @@
     loss = token-mean of PPO's clipped loss
 
 No critic and no groups: one sample a prompt will do. Departures: KL is in the reward by k1, as in the paper, once `kl.coef` is set.
+
+The one baseline for all prompts costs variance: answers to a solved prompt are all above the mean and those to a hard one all below it,
+and neither fades. It wants a lower learning rate, more prompts a step and something that keeps the policy open (an entropy bonus or
+KL) where prompts differ in difficulty; `reinforce_pp_baseline` takes the group's mean instead.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def needs(algorithm: Any) -> str:
     return ", ".join(found) or "nothing beyond samples and rewards"
 
 
-def measured(name: str, curves: Curves, command: str) -> list[str]:
-    """The section with the curve; nothing where there is none."""
+def measured(name: str, curves: Curves, command: str, overrides: list[str]) -> list[str]:
+    """The section with the curve and the settings it needed beside the quickstart's; nothing where there is none."""
     if name not in curves:
         return []
     rows = ["| seed | first ten steps | last ten steps | best ten in a row |", "|---|---|---|---|"]
@@ -66,11 +66,14 @@ def measured(name: str, curves: Curves, command: str) -> list[str]:
         means = [sum(values[i : i + 10]) / 10 for i in range(len(values) - 9)]
         rows.append(f"| {seed} | {means[0]:.2f} | {means[-1]:.2f} | {max(means):.2f} |")
     steps = max(len(values) for values in curves[name].values())
-    said = f"Mean reward on the quickstart's task (`{command} --steps {steps} --algorithms {name}`; all curves are in `curves.json`):"
+    beside = f" with {', '.join(f'`{item}`' for item in overrides)}" if overrides else ""
+    said = (
+        f"Mean reward on the quickstart's task{beside} (`{command} --steps {steps} --algorithms {name}`; all curves are in `curves.json`):"
+    )
     return ["## Measured", said, f"![Reward by step]({name}.svg)", "\n".join(rows)]
 
 
-def page(name: str, found: Any, curves: Curves, command: str) -> str:
+def page(name: str, found: Any, curves: Curves, command: str, overrides: list[str]) -> str:
     """One algorithm's page."""
     title, _, body = (inspect.getdoc(inspect.getmodule(found)) or "").partition("\n")
     clipped = issubclass(found.Config, ClippedConfig)
@@ -80,7 +83,7 @@ def page(name: str, found: Any, curves: Curves, command: str) -> str:
     where = Path(inspect.getfile(found)).resolve().relative_to(DOCS.parent.parent)
     parts = [f"# {name}", title, body.strip("\n"), "## Settings"]
     parts += [settings(found.Config, ClippedConfig if clipped else AlgorithmConfig), f"Beside them: {shared}. Needs {needs(found())}."]
-    parts += [f"```yaml\nalgorithm: {{name: {name}}}\n```", *measured(name, curves, command), f"Source: `{where.as_posix()}`."]
+    parts += [f"```yaml\nalgorithm: {{name: {name}}}\n```", *measured(name, curves, command, overrides), f"Source: `{where.as_posix()}`."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -104,7 +107,9 @@ def pages() -> dict[str, str]:
     data = json.loads(path.read_text()) if path.exists() else {}
     curves, command = data.get("mean reward by step, by algorithm and seed", {}), data.get("command", "")
     algorithms = {e.name: e.point.load() for e in registry.entries("algorithm") if e.distribution == "jackfield"}
-    return {f"{n}.md": page(n, a, curves, command) for n, a in algorithms.items()} | {"index.md": index(algorithms, curves)}
+    special = data.get("overrides", {})
+    found = {f"{n}.md": page(n, a, curves, command, special.get(n, [])) for n, a in algorithms.items()}
+    return found | {"index.md": index(algorithms, curves)}
 
 
 if __name__ == "__main__":
