@@ -10,12 +10,13 @@ import torch
 from jackfield.batch import Batch
 
 
-def plan(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+def plan(lengths: Sequence[int], ranks: int, budget: int, groups: Sequence[int] = ()) -> list[list[list[int]]]:
     """Sample indices by rank and micro-batch; every rank has the same number of micro-batches.
 
     Samples go to the rank with the fewest tokens so far, longest first; each rank fills micro-batches of at most `budget` tokens (a
-    longer sample goes alone), and splits them where other ranks have more. An empty list is a filler micro-batch: a rank that
-    has too few samples computes one without loss.
+    longer sample goes alone), group by group where `groups` gives each sample's, so that backends that run a shared prompt once have
+    its samples together, and splits them where other ranks have more. An empty list is a filler micro-batch: a rank that has too few
+    samples computes one without loss.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     heap = [(0, 0, rank) for rank in range(ranks)]
@@ -24,7 +25,7 @@ def plan(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]
         tokens, count, rank = heapq.heappop(heap)
         shares[rank].append(i)
         heapq.heappush(heap, (tokens + lengths[i], count + 1, rank))
-    bins = [_first_fit(share, lengths, budget) for share in shares]
+    bins = [_first_fit(sorted(share, key=lambda i: groups[i] if groups else 0), lengths, budget) for share in shares]
     wanted = max(len(b) for b in bins)
     return [_split(b, lengths, wanted) for b in bins]
 

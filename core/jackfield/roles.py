@@ -33,7 +33,7 @@ class Role:
     def _split(self, batch: Batch) -> tuple[list[list[list[int]]], list[microbatch.Share]]:
         """The plan by DP rank, and each worker's share, without records: text stays on the controller."""
         ranks = self.positions[0].dp_size
-        split = microbatch.plan(batch.lengths.tolist(), ranks, self.role.micro_batch_tokens)
+        split = microbatch.plan(batch.lengths.tolist(), ranks, self.role.micro_batch_tokens, batch.group_ids.tolist())
         shares = [microbatch.share(batch, bins) for bins in split]
         return split, [shares[p.dp_rank] for p in self.positions]
 

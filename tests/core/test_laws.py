@@ -101,12 +101,21 @@ def test_law_20_equal_micro_batch_counts_on_all_ranks():
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30), ranks=st.integers(1, 8), budget=st.integers(1, 40))
 def test_law_20_every_sample_goes_somewhere_within_the_budget(lengths, ranks, budget):
-    plan = microbatch.plan(lengths, ranks, budget)
+    plan = microbatch.plan(lengths, ranks, budget, [i % 3 for i in range(len(lengths))])
     assert len({len(bins) for bins in plan}) == 1
     assert sorted(i for bins in plan for indices in bins for i in indices) == list(range(len(lengths)))
     for bins in plan:
         for indices in bins:
             assert sum(lengths[i] for i in indices) <= budget or len(indices) == 1
+
+
+def test_micro_batches_hold_whole_groups_where_they_fit():
+    """What shares a prompt is together, however ragged: then the prompt runs once, and not once in each micro-batch."""
+    lengths, groups = [40 + (7 * i) % 13 for i in range(64)], [i // 8 for i in range(64)]
+    whole, mixed = (microbatch.plan(lengths, 1, 1100, g)[0] for g in (groups, ()))
+    assert len(whole) == len(mixed) == 3
+    prompts = [sum(len({groups[i] for i in indices}) for indices in bins) for bins in (whole, mixed)]
+    assert prompts[0] <= 8 + 2 < prompts[1]
 
 
 def test_law_20_fillers_have_every_field_and_no_loss():
