@@ -154,20 +154,21 @@ def show(shape: str, loads: dict[str, Any], found: dict[str, Any], config: dict[
         floor = floor_seconds(work, config, machine, width)
         prompts = sum(len(prompt) for prompt, _ in work)
         print(f"\n{shape}, {load}: {tokens} new tokens, {prompts} prompt tokens; roofline {tokens / floor:,.0f} tok/s ({floor:.2f} s)")
-        base = None
+        base: tuple[float, float] | None = None
         for name, result in found.items():
             if load not in result["loads"]:
                 print(f"  {name:10s} failed: {result['error'].splitlines()[-1]}")
                 continue
-            times = [wall for wall, _ in result["loads"][load]["times"]][1:] or [result["loads"][load]["times"][0][0]]
-            cpu = [used for _, used in result["loads"][load]["times"]][1:] or [result["loads"][load]["times"][0][1]]
-            median = statistics.median(times)
-            base = base or median
+            measured = result["loads"][load]["times"]
+            times, cpu = zip(*(measured[1:] or measured), strict=True)
+            medians = statistics.median(times), statistics.median(cpu)
+            base = base or medians
             computed = result["loads"][load]["computed"]
             note = f", computed {computed} of {tokens + prompts} tokens" if computed else ""
             print(
-                f"  {name:10s} {tokens / median:10,.0f} tok/s ({tokens / max(times):,.0f}, {tokens / min(times):,.0f}); "
-                f"{tokens / statistics.median(cpu):,.0f} per CPU s; ours is {median / base:.2f}x; {median / floor:.2f}x the floor{note}"
+                f"  {name:10s} {tokens / medians[0]:10,.0f} tok/s ({tokens / max(times):,.0f}, {tokens / min(times):,.0f}), "
+                f"ours is {medians[0] / base[0]:.2f}x; {tokens / medians[1]:,.0f} per CPU s ({tokens / max(cpu):,.0f}, "
+                f"{tokens / min(cpu):,.0f}), ours is {medians[1] / base[1]:.2f}x; {medians[0] / floor:.2f}x the floor{note}"
             )
 
 
