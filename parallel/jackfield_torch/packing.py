@@ -39,13 +39,17 @@ class Layout:
 
 
 def layout(batch: Batch, *, pack: bool, share: bool) -> Layout:
-    """Lay out a trimmed micro-batch; `share` merges equal prompts. Tokens behind `lengths` are never looked at."""
-    lengths = batch.lengths.tolist()
+    """Lay out a trimmed micro-batch; `share` merges equal prompts. Tokens behind `lengths` are never looked at.
+
+    A sample's last token is left out: it is scored, but nothing that follows it is.
+    """
+    inputs = (batch.lengths - 1).clamp(min=1)
+    lengths = inputs.tolist()
     size, width = len(lengths), max(lengths)
     device = batch.tokens.device
     column = torch.arange(width, device=device)
     if not pack:
-        tokens = torch.where(column < batch.lengths[:, None], batch.tokens[:, :width], 0)
+        tokens = torch.where(column < inputs[:, None], batch.tokens[:, :width], 0)
         rows = torch.arange(size * width, device=device).view(size, width)
         return Layout(tokens, column.expand(size, width), rows)
     keys = [tuple(t[:n]) for t, n in zip(batch.tokens.tolist(), batch.prompt_lengths.tolist(), strict=True)] if share else []
@@ -56,8 +60,10 @@ def layout(batch: Batch, *, pack: bool, share: bool) -> Layout:
     for b, length in enumerate(lengths):
         own = 0
         if share and keys[b]:
-            owner = first.setdefault(keys[b], b)
-            if owner != b:
+            owner = first.get(keys[b])
+            if owner is None or lengths[owner] < len(keys[b]):  # a sample without a response has not all of its prompt here
+                first[keys[b]] = b
+            else:
                 own = min(len(keys[b]), length)
                 rows[b, :own] = rows[owner, :own]
         rows[b, own:length] = torch.arange(start, start + length - own)

@@ -33,13 +33,13 @@ def folder(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def test_packing_runs_shared_prompts_once_and_no_padding():
-    batch = random_batch(8, group_size=4)
+def test_packing_runs_shared_prompts_once_and_neither_padding_nor_last_tokens():
+    batch = random_batch(8, group_size=4, adversarial=False)
     plan = packing.layout(batch, pack=True, share=True)
     prompts = {tuple(t[:n].tolist()) for t, n in zip(batch.tokens, batch.prompt_lengths, strict=True)}
-    wanted = sum(map(len, prompts)) + int((batch.lengths - batch.prompt_lengths).sum())
+    wanted = sum(map(len, prompts)) + int((batch.lengths - batch.prompt_lengths - 1).sum())
     assert plan.tokens.numel() == wanted < int(batch.lengths.sum())
-    for b, length in enumerate(batch.lengths.tolist()):
+    for b, length in enumerate((batch.lengths - 1).tolist()):
         rows = plan.rows[b, :length]
         assert torch.equal(plan.tokens[0, rows], batch.tokens[b, :length])
         assert torch.equal(plan.positions[0, rows], torch.arange(length))
