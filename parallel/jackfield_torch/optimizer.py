@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from jackfield.config import OptimizerConfig
 from jackfield.schedule import at
+from jackfield_torch.rounding import dither, on_grid
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -38,6 +39,9 @@ class MasterAdamW:
         self.parameters = dict(parameters)
         self.masters: dict[str, Tensor] = {n: masters.get(n, p) for n, p in self.parameters.items()}
         self.narrow = [n for n, p in self.parameters.items() if self.masters[n] is not p]
+        contiguous = [n for n in self.narrow if self.parameters[n].dtype == torch.bfloat16 and self.masters[n].is_contiguous()]
+        self.dithered = {n for n in contiguous if on_grid(self.masters[n])}
+        """Parameters that come from a bfloat16 checkpoint; others are spread between the grid's points anyway, and round to the nearest."""
         for name in self.narrow:
             self.parameters[name].register_post_accumulate_grad_hook(self._collect(self.masters[name]))
         matrices = [m for m in self.masters.values() if m.dim() > 1]
@@ -86,10 +90,14 @@ class MasterAdamW:
         return metrics
 
     def write_back(self, names: Sequence[str] | None = None) -> None:
-        """Copy masters into the narrow parameters: those of the names, or all."""
+        """Round masters into the narrow parameters: those of the names, or all."""
         names = self.narrow if names is None else names
-        if names:
-            torch._foreach_copy_([self.parameters[n].data for n in names], [self.masters[n] for n in names])
+        for name in names:
+            if name in self.dithered:
+                dither(self.masters[name], self.parameters[name].data)
+        nearest = [n for n in names if n not in self.dithered]
+        if nearest:
+            torch._foreach_copy_([self.parameters[n].data for n in nearest], [self.masters[n] for n in nearest])
 
     def _step_by_layer(self, updated: Callable[[Sequence[str]], None]) -> None:
         """The same step, one layer after the other, telling `updated` of each as soon as its weights are final."""

@@ -18,6 +18,7 @@ from jackfield_reshard.modules import whole_shard
 from jackfield_torch import packing
 from jackfield_torch.backend import TorchBackend, TorchConfig
 from jackfield_torch.optimizer import learning_rate
+from jackfield_torch.rounding import dither
 from jackfield_torch.short_attention import ShortAttention
 
 
@@ -143,6 +144,37 @@ def test_masters_keep_what_bfloat16_cannot(folder, tmp_path):
     assert all(torch.equal(p, backend.optimizer.masters[n].bfloat16()) for n, p in backend.model.named_parameters())
     backend.save(tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["lm_head.weight"], backend.optimizer.masters["lm_head.weight"])
+
+
+def test_weights_from_a_bfloat16_checkpoint_move_with_their_masters(tmp_path):
+    """Rounded to the nearest, not one of them would: the step is a fiftieth of the distance to the next number."""
+    folder = tiny_model(tmp_path / "model", dtype="bfloat16")
+    backend = build(folder, OptimizerConfig(lr=1e-5), dtype="bfloat16")
+    start = {n: p.detach().clone() for n, p in backend.model.named_parameters()}
+    backend.forward_backward([random_batch()], SimpleLoss())
+    backend.optimizer_step()
+    expected = sum(float((m - start[n].float()).abs().sum()) for n, m in backend.optimizer.masters.items())
+    moved = sum(float((p - start[n]).float().abs().sum()) for n, p in backend.model.named_parameters())
+    assert moved == pytest.approx(expected, rel=0.1)
+    backend.save(tmp_path)
+    again = build(folder, OptimizerConfig(lr=1e-5), dtype="bfloat16")
+    again.load(tmp_path)
+    assert all(torch.equal(p, again.model.get_parameter(n)) for n, p in backend.model.named_parameters())
+    still = build(folder, OptimizerConfig(lr=0.0), dtype="bfloat16")
+    still.forward_backward([random_batch()], SimpleLoss())
+    still.optimizer_step()
+    assert all(torch.equal(p, start[n]) for n, p in still.model.named_parameters())
+
+
+def test_dithering_is_exact_in_the_mean_and_keeps_what_is_on_the_grid():
+    x = torch.randn(300, 1001, generator=torch.Generator().manual_seed(0))
+    out = torch.empty_like(x, dtype=torch.bfloat16)
+    dither(x, out)
+    assert float(((out.float() - x) / x.abs()).mean().abs()) < 2e-5
+    assert float(((out.float() - x) / x.abs()).abs().max()) < 2.0**-7
+    same = torch.empty_like(out)
+    dither(out.float(), same)
+    assert torch.equal(same, out)
 
 
 def test_rate_rises_and_decays():
