@@ -28,11 +28,12 @@ def dither(master: Tensor, out: Tensor) -> None:
     thresholds = torch.arange(_PERIOD, dtype=torch.int32, device=master.device).mul_(_STEP).bitwise_and_(_PERIOD - 1)
     bits, target = master.view(-1).view(torch.int32), out.view(-1)
     size = _PERIOD * _ROWS.get(master.device.type, 1024)
+    rounded = torch.empty(min(size, len(bits)), dtype=torch.int32, device=master.device)
     for start in range(0, len(bits), size):
         part = bits[start : start + size]
         whole = len(part) // _PERIOD * _PERIOD
         for low, high, shape in ((0, whole, (-1, _PERIOD)), (whole, len(part), (1, -1))):
             if low < high:
-                rounded = part[low:high].view(shape) + thresholds[: min(high - low, _PERIOD)]
-                rounded.bitwise_and_(-_PERIOD)
-                target[start + low : start + high].copy_(rounded.view(torch.float32).view(-1))
+                torch.add(part[low:high].view(shape), thresholds[: min(high - low, _PERIOD)], out=rounded[low:high].view(shape))
+        done = rounded[: len(part)].bitwise_and_(-_PERIOD)
+        target[start : start + len(part)].copy_(done.view(torch.float32))
