@@ -14,7 +14,7 @@ from torch import Tensor
 _PERIOD = 1 << 16
 _STEP = 40503
 """Odd and next to 2^16 times the golden ratio: multiples of it modulo 2^16 visit every threshold, neighbours far apart."""
-_ROWS = {"cpu": 4, "cuda": 1024}
+_ROWS = {"cpu": 4, "cuda": 128}
 """Periods worked on at a time: on a CPU as many as its cache holds."""
 
 
@@ -27,7 +27,7 @@ def dither(master: Tensor, out: Tensor) -> None:
     """Write contiguous float32 `master` into bfloat16 `out` of the same shape; values that are on the grid stay as they are."""
     thresholds = torch.arange(_PERIOD, dtype=torch.int32, device=master.device).mul_(_STEP).bitwise_and_(_PERIOD - 1)
     bits, target = master.view(-1).view(torch.int32), out.view(-1)
-    size = _PERIOD * _ROWS.get(master.device.type, 1024)
+    size = _PERIOD * _ROWS.get(master.device.type, 128)
     rounded = torch.empty(min(size, len(bits)), dtype=torch.int32, device=master.device)
     for start in range(0, len(bits), size):
         part = bits[start : start + size]
