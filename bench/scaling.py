@@ -191,7 +191,8 @@ def training(most: int, args: argparse.Namespace, backend: str) -> list[dict[str
     for world in (w for w in worlds(most) if w % (args.tp * args.pp) == 0 or backend != "megatron"):
         row: dict[str, Any] = {"backend": backend, "ranks": world}
         try:
-            settings = {"timeout": args.timeout, "environment": ranks.TRAINING}
+            connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if backend == "megatron" and args.tp > 1 else {}
+            settings = {"timeout": args.timeout, "environment": ranks.TRAINING | connections}
             joined = ranks.run(world, args.device, train, backend, args.shape, vars(args), **settings)
         except RanksFailed as error:
             rows.append(failed(row, error))
