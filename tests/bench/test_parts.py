@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import collectives
+import laws
 import pytest
 import ranks
 import report
@@ -132,3 +133,14 @@ def test_shapes_have_the_published_sizes(name):
     billions |= {"llama-70b": 68.98, "qwen3-30b": 30.53, "qwen3-235b": 235.09, "deepseek-v3": 671.03}
     count = sum(torch.Size(t.shape).numel() * len(t.layers) for t in tensors(SHAPES[name]))
     assert count / 1e9 == pytest.approx(billions[name], rel=2e-3)
+
+
+def test_a_law_that_fails_stops_no_other(monkeypatch):
+    """The tests of tests/reshard run on every rank; one that fails is named, those after it still run, and what does not fit is said."""
+    tied = [(2, "25", "test_laws", "test_law_25_tied_embeddings", {"pp": pp, "vpp": vpp}) for pp, vpp in ((2, 1), (3, 1), (2, 2))]
+    large = (4, "23", "test_ranks", "test_weights_arrive", {"case": "to dp4"})
+    monkeypatch.setattr(laws, "tests", lambda quick: [*tied, large])
+    one, wrong, two, left = laws.resharding("cpu", 2, True, 60)
+    assert one["ok"] and two["ok"] and one["seconds"] > 0
+    assert not wrong["ok"] and "'pp': 3" in wrong["error"]
+    assert left["skipped"] == "needs 4 ranks, here are 2"
