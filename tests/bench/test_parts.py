@@ -141,6 +141,6 @@ def test_a_law_that_fails_stops_no_other(monkeypatch):
     large = (4, "23", "test_ranks", "test_weights_arrive", {"case": "to dp4"})
     monkeypatch.setattr(laws, "tests", lambda quick: [*tied, large])
     one, wrong, two, left = laws.resharding("cpu", 2, True, 60)
-    assert one["ok"] and two["ok"] and one["seconds"] > 0
+    assert one["ok"] and two["ok"] and two["seconds"] > 0
     assert not wrong["ok"] and "'pp': 3" in wrong["error"]
     assert left["skipped"] == "needs 4 ranks, here are 2"
