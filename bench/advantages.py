@@ -136,7 +136,7 @@ def main() -> None:
             row["ratio"] = row["other"] / row["seconds"]
         times = {args.tokens: row["seconds"]}
         for tokens in (2 * args.tokens, 4 * args.tokens):
-            times[tokens] = seconds(ours(inputs(args.samples, tokens, args.holes))[name], max(args.repeat // 2, 1))
+            times[tokens] = seconds(ours(inputs(args.samples, tokens, args.holes))[name], args.repeat)
         row["exponent"] = exponent(times)
         result[name] = row
         print(name, {k: round(v, 4) for k, v in row.items()}, flush=True)
