@@ -52,8 +52,7 @@ def weights(side):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", [Auto, P2P])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "transport"), [("float32", Auto), ("bfloat16", P2P)])
 def test_fifty_syncs_to_an_engine_elsewhere(ranks, tmp_path, dtype, transport):
     """Bit for bit a fresh merge, from a trainer process to an engine process; what is sent is the adapters, every time but the first."""
     folder = tiny_model(tmp_path / "model", "qwen2")
