@@ -17,11 +17,15 @@ KINDS = {"backend": "backend", "engine": "engine", "rollout": "rollout", "algori
 KINDS |= {"dataset": "dataset", "launcher": "launcher", "transport": "transport", "trackers": "tracker", "hooks": "hooks"}
 
 
+SLOW = ("reasoning_gym", "math")
+"""Plugins that take seconds to import and that no page names."""
+
+
 @functools.cache
 def configs(kind: str) -> list[type[BaseModel]]:
     """The settings of every installed plugin of a kind."""
     found = []
-    for entry in registry.entries(kind):
+    for entry in (e for e in registry.entries(kind) if e.name not in SLOW):
         try:
             config = getattr(registry.load(kind, f"{entry.distribution}/{entry.name}"), "Config", None)
         except PluginError:
