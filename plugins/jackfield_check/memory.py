@@ -63,7 +63,10 @@ def trained(table: list[Tensor], layout: Layout, options: Mapping[str, Any], con
     16 bits; with recomputation 2, and one layer in full. Tensor parallelism without sequence parallelism (fsdp) divides 24 of the 34.
     """
     item, held = ITEM[options.get("dtype", "float32")], elements(table, layout)
-    if layout.kind == "fsdp" and layout.world > 1:
+    if (lora := options.get("lora")) is not None:  # merged weights are the engine's own storage
+        need = frozen(table, layout, options)
+        need.parts["adapters"] = 16 * adapters(table, lora) / (layout.dp if layout.kind == "fsdp" else 1)
+    elif layout.kind == "fsdp" and layout.world > 1:
         gathered = _gathered(table, item, layout.tp)
         need = Need({"weights": 4 * held, "gradients": 4 * held, "optimizer": 8 * held, "gathered layers": gathered})
     else:
@@ -79,6 +82,14 @@ def trained(table: list[Tensor], layout: Layout, options: Mapping[str, Any], con
     else:
         need.parts["activations"] = whole * layers
     return need
+
+
+def adapters(table: list[Tensor], lora: Mapping[str, Any]) -> float:
+    """Elements of LoRA's factors: r x (inputs + outputs) of every linear layer that has them."""
+    targets = lora.get("targets", "all-linear")
+    linear = [t for t in table if t.place == "layer" and len(t.shape) == 2 and not t.expert]
+    chosen = [t for t in linear if targets == "all-linear" or any(t.name.endswith(f".{name}.weight") for name in targets)]
+    return float(lora.get("r", 16) * sum(sum(t.shape) * len(t.layers) for t in chosen))
 
 
 def _gathered(table: list[Tensor], item: int, tp: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from jackfield import registry
 from jackfield.config import ComponentSpec, RewardSpec, RoleConfig, RunConfig, role_config
 from jackfield.errors import ConfigError
-from jackfield_check.memory import GIB, Need, frozen, parameters, trained
+from jackfield_check.memory import GIB, Need, adapters, frozen, parameters, trained
 from jackfield_reshard.classes import between
 from jackfield_reshard.describe import engine_layout, size, smallest, training_layout
 from jackfield_reshard.families import FAMILIES, read_config, tensors
@@ -175,6 +175,9 @@ def _resharding(roles: dict[str, Role]) -> Iterator[str]:
         f"each sync: {size(made.bytes_local)} stay on their GPU, of which {size(int(made.aliased.sum()))} can be shared without a copy; "
         f"{size(made.bytes_sent)} are sent (`jackfield plan` shows how)"
     )
+    if made.bytes_sent and (lora := policy.options.get("lora")) is not None:
+        count = f"{adapters(policy.model[1], lora):,.0f}"
+        yield f"with lora that is the first sync (transports auto and p2p): later ones send the {count} elements of the adapters"
 
 
 def _this_gpu() -> float | None:

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from jackfield.errors import ConfigError
 from jackfield_check.command import command
-from jackfield_check.memory import elements, frozen, parameters, trained
+from jackfield_check.memory import adapters, elements, frozen, parameters, trained
 from jackfield_reshard.families import tensors
 from jackfield_reshard.layout import Layout
 
@@ -116,6 +116,23 @@ def test_bytes_by_hand():
     megatron = trained(table, Layout("megatron", dp=2), options, CONFIG, 100)
     assert (megatron.parts["gradients"], megatron.parts["optimizer"]) == (4 * MODEL, 12 * MODEL / 2)
     assert frozen(table, Layout("torch"), {}).total == 4 * MODEL
+
+
+def test_adapters_by_hand():
+    table, options = tensors(CONFIG), {"dtype": "bfloat16", "lora": {"r": 4}}
+    query, key, up = 64 + 64, 64 + 32, 64 + 128
+    assert adapters(table, {"r": 4}) == 4 * 4 * (2 * query + 2 * key + 3 * up)
+    assert adapters(table, {"targets": ["q_proj", "v_proj"]}) == 16 * 4 * (query + key)
+    torch = trained(table, Layout("torch"), options, CONFIG, 100)
+    assert (torch.parts["weights"], torch.parts["adapters"]) == (2 * MODEL, 16 * adapters(table, {"r": 4}))
+    assert "gradients" not in torch.parts and "optimizer" not in torch.parts
+    fsdp = trained(table, Layout("fsdp", dp=4), options, CONFIG, 100)
+    assert (fsdp.parts["weights"], fsdp.parts["adapters"]) == (MODEL, 4 * adapters(table, {"r": 4}))
+
+
+def test_a_sync_under_lora_says_what_later_ones_send(check):
+    lines = check("policy.backend={name: fsdp, lora: {r: 4}}").splitlines()
+    assert lines[-1].endswith(f"later ones send the {adapters(tensors(CONFIG), {'r': 4}):,.0f} elements of the adapters")
 
 
 def test_the_table_counts_what_transformers_builds():
