@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -54,22 +53,10 @@ def run(name: str, line: str, timeout: float) -> dict[str, Any]:
     script, *options = line.split()
     if options and options[-1] == "--out":
         options.append(str(report.RESULTS / f"{name}.json"))
-    paths = os.pathsep.join([*ranks.SHELVES, os.environ.get("PYTHONPATH", "")])
-    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | ranks.ENVIRONMENT | {"PYTHONPATH": paths}
     text, begin = report.RESULTS / f"{name}.txt", time.perf_counter()
-    with text.open("w") as out:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-W", "ignore", str(HERE / script), *options],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                timeout=timeout,
-                cwd=report.RESULTS,
-            )
-            ended = "done" if not done.returncode else f"failed with {done.returncode}"
-        except subprocess.TimeoutExpired:
-            ended = f"stopped after {timeout:.0f} s"
+    status, said = ranks.call([sys.executable, "-W", "ignore", str(HERE / script), *options], {}, report.RESULTS, timeout)
+    text.write_text(said)
+    ended = f"stopped after {timeout:.0f} s" if status is None else f"failed with {status}" if status else "done"
     return {"benchmark": name, "ended": ended, "seconds": time.perf_counter() - begin, "output": f"bench/results/{text.name}"}
 
 

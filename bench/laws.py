@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -57,36 +55,41 @@ QUICK = {"megatron-tp2-pp2", "fsdp2"}
 
 
 def backends(device: str, most: int, quick: bool, timeout: float) -> list[dict[str, Any]]:
-    """One row for each layout and law."""
+    """One row for each layout and law. Each layout has a pytest of its own, so that one that hangs costs no other's results."""
     fitting = [name for name, (_, needed, _, _) in LAYOUTS.items() if needed <= most]
-    chosen = [name for name in fitting if name in QUICK] if quick else fitting
     left = sorted({f"{LAYOUTS[n][1]} ranks" for n in LAYOUTS if n not in fitting})
     rows: list[dict[str, Any]] = []
     if left:
         rows.append({"what": "larger layouts", "skipped": f"{', '.join(left)} needed, here are {most}"})
+    end = time.monotonic() + timeout
+    for name in [n for n in fitting if n in QUICK] or fitting if quick else fitting:
+        if (rest := end - time.monotonic()) > 0:
+            rows += _layout(name, device, quick, rest)
+        else:
+            rows.append({"what": name, "skipped": f"the {timeout:.0f} s for layouts were over"})
+    return rows
+
+
+def _layout(name: str, device: str, quick: bool, timeout: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "junit.xml")
-        environment = os.environ | ranks.ENVIRONMENT | {"BENCH_DEVICE": device, "BENCH_LAYOUTS": " ".join(chosen or fitting)}
-        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *ranks.SHELVES, os.environ.get("PYTHONPATH", "")])
         file = Path(__file__).with_name("laws_backends.py")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
         command += ["--rootdir", str(ROOT), str(file), f"--junitxml={out}"]
         if quick:
             command += ["-k", "test_micro_batches_do_not_show or test_gradient"]
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder)
-        except subprocess.TimeoutExpired:
-            return [*rows, {"what": "backends", "error": f"not finished within {timeout:.0f} s"}]
-        if not out.is_file():
-            return [*rows, {"what": "backends", "error": (done.stdout + done.stderr)[-500:]}]
-        ran = 0
-        for case in ET.parse(out).getroot().iter("testcase"):
-            layout = case.attrib["classname"].rpartition(".")[2].removeprefix("Test")
+        ended, said = ranks.call(command, {"BENCH_DEVICE": device, "BENCH_LAYOUTS": name}, folder, timeout)
+        if ended is None:
+            return [{"what": name, "error": f"not finished within {timeout:.0f} s"}]
+        cases = list(ET.parse(out).getroot().iter("testcase")) if out.is_file() else []
+        if not cases:
+            return [{"what": name, "error": f"nothing ran: {said[-300:]}"}]
+        rows = []
+        for case in cases:
             bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
-            row: dict[str, Any] = {"what": layout, "law": LAWS[case.attrib["name"]], "ok": not bad, "seconds": float(case.attrib["time"])}
-            ran += 1
+            row: dict[str, Any] = {"what": name, "law": LAWS[case.attrib["name"]], "ok": not bad, "seconds": float(case.attrib["time"])}
             rows.append(row | ({"error": bad[0].attrib.get("message", "")[:300]} if bad else {}))
-        return rows if ran else [*rows, {"what": "backends", "error": f"nothing ran: {done.stdout[-300:]}"}]
+        return rows
 
 
 def _module(name: str, device: str) -> Any:

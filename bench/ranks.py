@@ -11,6 +11,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-SHELVES = [str(Path(__file__).resolve().parent.parent / shelf) for shelf in ("core", "parallel", "plugins", "algorithms")]
+SHELVES = [str(Path(__file__).resolve().parent.parent / shelf) for shelf in ("core", "parallel", "plugins", "algorithms", "bench")]
 ENVIRONMENT = {
     # NVLink multicast: a program that misuses it can put the host's GPUs out of service
     "NCCL_NVLS_ENABLE": "0",
@@ -145,6 +147,21 @@ def run(
         if late:
             raise RanksFailed(f"ranks {late} of {world} did not finish within {timeout:.0f} s")
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world)]
+
+
+def call(command: list[str], environment: dict[str, str], folder: Path | str, timeout: float) -> tuple[int | None, str]:
+    """Run a command in a session of its own; its exit status (None: out of time, and all its processes are ended) and what it printed."""
+    paths = os.pathsep.join([*SHELVES, os.environ.get("PYTHONPATH", "")])
+    known = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | ENVIRONMENT | {"PYTHONPATH": paths} | environment
+    process = subprocess.Popen(
+        command, env=known, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
+    return process.returncode, said
 
 
 def _rank(

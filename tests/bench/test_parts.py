@@ -144,3 +144,11 @@ def test_a_law_that_fails_stops_no_other(monkeypatch):
     assert one["ok"] and two["ok"] and two["seconds"] > 0
     assert not wrong["ok"] and "'pp': 3" in wrong["error"]
     assert left["skipped"] == "needs 4 ranks, here are 2"
+
+
+def test_a_command_out_of_time_ends_with_all_its_processes(tmp_path):
+    ended, said = ranks.call(["sh", "-c", "sleep 60 & echo $! >child; echo begun; wait"], {}, tmp_path, 1.0)
+    assert (ended, said) == (None, "begun\n")
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+    assert ranks.call(["sh", "-c", "echo $WORD; exit 3"], {"WORD": "word"}, tmp_path, 30) == (3, "word\n")
