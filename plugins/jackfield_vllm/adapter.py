@@ -159,9 +159,11 @@ def quick_cpu_norms(model: nn.Module) -> None:
 def _norm(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
     """RMSNorm's forward: of `x`, or of `x + residual` together with that sum, both in place."""
     if residual is None:
+        x = x.contiguous()  # the kernel takes rows to lie together, which those of Qwen3's queries and keys do not
         out = torch.empty_like(x)
         torch.ops._C.rms_norm(out, x, module.weight, module.variance_epsilon)
         return out
+    x, residual = x.contiguous(), residual.contiguous()
     torch.ops._C.fused_add_rms_norm(x, residual, module.weight, module.variance_epsilon)
     return x, residual
 

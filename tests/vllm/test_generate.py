@@ -104,3 +104,5 @@ def test_norms_use_the_kernel_that_vllm_leaves_to_other_platforms(served):
         assert isinstance(norm._forward_method, functools.partial)
         want = norm.forward_native(x.clone()), *norm.forward_native(x.clone(), residual.clone())
         torch.testing.assert_close((norm(x.clone()), *norm(x.clone(), residual.clone())), want, rtol=1e-5, atol=1e-5)
+        apart = torch.randn(5, 3, 256)[:, 1:, :128]  # as Qwen3's queries lie
+        torch.testing.assert_close(norm(apart), norm.forward_native(apart), rtol=1e-5, atol=1e-5)
