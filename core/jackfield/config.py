@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from jackfield.components import ComponentConfig
 from jackfield.errors import ConfigError
-from jackfield.schedule import Schedule
+from jackfield.schedule import Ramp
 
 
 class ComponentSpec(ComponentConfig):
@@ -54,7 +54,7 @@ def _lift(value: Any, names: Sequence[str]) -> Any:
 class RewardSpec(PlacedSpec):
     """A chosen reward with its weight."""
 
-    weight: float = 1.0
+    weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor in the sum of scores."""
     label: str | None = None
     """Name in metrics and `batch.scores`; default: the component's name, of `file.py:name` the last part."""
@@ -89,7 +89,7 @@ def _model(value: Any) -> Any:
 class OptimizerConfig(ComponentConfig):
     """AdamW; the same meaning on every backend."""
 
-    lr: Schedule = 1e-6
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Ramp = 1e-6
     """Learning rate, by optimizer step."""
     warmup: int = Field(default=0, ge=0)
     """Optimizer steps over which the rate rises linearly from 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,9 +13,9 @@ from jackfield.components import ComponentConfig
 class Ramp(ComponentConfig):
     """From `start` to `end` over `steps`, then `end`. Learning rates count optimizer steps, everything else training steps."""
 
-    start: float
+    start: float = Field(allow_inf_nan=False)
     """Value at step 0."""
-    end: float
+    end: float = Field(allow_inf_nan=False)
     """Value from step `steps` on."""
     steps: int = Field(gt=0)
     """Length of the ramp, in the unit of whatever it is a schedule of."""
@@ -23,7 +23,7 @@ class Ramp(ComponentConfig):
     """Path between the two."""
 
 
-Schedule = float | Ramp
+Schedule = Annotated[float, Field(allow_inf_nan=False)] | Ramp
 """A constant, or a ramp."""
 
 

@@ -146,7 +146,9 @@ def report(config: RunConfig, gpus: int | None, gpu_memory: float | None) -> Ite
         if memory:
             _fits(here, memory)
     yield from _resharding(roles)
-    if memory:
+    if memory and (unknown := [name for name, role in roles.items() if role.model is None and role.note]):
+        yield f"whether it fits is not known: the memory of {' and '.join(unknown)} is not; give the model as a local folder"
+    elif memory:
         fullest = max(sum(roles[r].need.total for r in roles if roles[r].pool is pool) for pool in found)
         yield f"fits: at most {fullest / GIB:.2f} of {memory:.2f} GiB a GPU; the rest is for caches and the allocator"
 

@@ -41,6 +41,8 @@ def main(connection: Connection) -> None:
     sys.path[:] = path
     try:
         function = resolve(name)
+        if not callable(function):
+            raise TypeError(f"it is of type {type(function).__name__}; name a function")
         if adapter is not None:
             function = resolve(adapter)(function)
     except Exception as error:  # noqa: BLE001 - importing the user's file runs foreign code

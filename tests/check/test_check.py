@@ -88,6 +88,11 @@ def test_a_model_that_is_elsewhere_leaves_the_map_alone(check):
     assert "some/hub-model is no local folder, so its memory is not known" in output and "0-7  policy" in output
 
 
+def test_a_model_that_is_elsewhere_is_not_said_to_fit(check):
+    last = check("policy.model=some/hub-model", "--gpu-memory", "1").splitlines()[-1]
+    assert last.startswith("whether it fits is not known: the memory of policy")
+
+
 def test_nothing_is_started(check, monkeypatch):
     import subprocess
 

@@ -1,5 +1,8 @@
 """What roles inherit from the policy."""
 
+import pytest
+from pydantic import ValidationError
+
 from jackfield.config import RunConfig, role_config
 
 BASE = {"policy": {"model": "m", "backend": "fsdp", "optimizer": {"lr": 3e-3, "warmup": 5}}, "algorithm": "ppo", "dataset": "copy"}
@@ -25,3 +28,15 @@ def test_a_scheduled_rate_is_inherited_whole():
     base = BASE | {"policy": {"model": "m", "optimizer": {"lr": schedule}}}
     config = RunConfig(**base)
     assert role_config(config, "critic").optimizer.lr == config.policy.optimizer.lr
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1e-3, {"start": float("nan"), "end": 0.0, "steps": 3}])
+def test_a_rate_that_cannot_train_is_refused(rate):
+    with pytest.raises(ValidationError, match=r"optimizer\.lr"):
+        RunConfig(**BASE | {"policy": {"model": "m", "optimizer": {"lr": rate}}})
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_refused(weight):
+    with pytest.raises(ValidationError, match="weight"):
+        RunConfig(**BASE, rewards=[{"name": "share", "weight": weight}])

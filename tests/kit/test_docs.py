@@ -98,3 +98,24 @@ def test_the_changelog_can_be_assembled(tmp_path):
     (tmp_path / "changelog.d" / "core.md").write_text("- One thing.\n")
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n### old\n\n- Gone.\n\n## 0.1.0\n\n- First.\n")
     assert module.assemble(tmp_path) == "# Changelog\n\n## Unreleased\n\n### core\n\n- One thing.\n\n## 0.1.0\n\n- First.\n"
+
+
+def test_the_readmes_runs_have_folders_of_their_own():
+    """A run resumes from what is in its folder: another algorithm in the quickstart's is an error."""
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("jackfield train") and "algorithm=" in line]
+    folders = re.findall(r"dir=(\S+)", "\n".join(lines))
+    assert len(lines) >= 2
+    assert len(set(folders)) == len(lines)
+
+
+def test_listings_that_pages_name_exist():
+    from click.testing import CliRunner
+
+    from jackfield_commands.plugins import plugins
+
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = {words for page in pages for words in re.findall(r"`jackfield plugins ([a-z_ ]+)`", page.read_text())}
+    assert {"algorithm", "show fork"} <= named
+    for words in named:
+        result = CliRunner().invoke(plugins, words.split())
+        assert result.exit_code == 0, f"jackfield plugins {words}: {result.exception}"
