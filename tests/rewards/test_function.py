@@ -159,7 +159,13 @@ def test_workers_are_kept_between_calls_and_end_with_the_run(reward):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("nothing", "cannot be imported: AttributeError"), ("x", "cannot be imported"), ("number", "cannot be imported: .* of type int; name a function"), (None, "FileNotFoundError")]
+    ("name", "words"),
+    [
+        ("nothing", "cannot be imported: AttributeError"),
+        ("x", "cannot be imported"),
+        ("number", "cannot be imported: .* of type int; name a function"),
+        (None, "FileNotFoundError"),
+    ],
 )
 def test_a_function_that_cannot_be_imported_is_an_error_before_the_run(file, name, words):
     function = f"{file}:{name}" if name else "nowhere.py:fn"
