@@ -4,19 +4,22 @@
     python bench/controller.py --simulate   1 to 64 workers, without processes: only what the controller does is timed
     python bench/controller.py --profile    where its time goes
 
-A share of the reported seconds is the worker's end of the pipe: on a host with fewer cores than workers they compete.
+A share of the wall seconds is the workers' end of the pipe: on a host with fewer cores than workers they compete. CPU seconds are
+counted on each side by itself; together they bound what an idle host would show, where the two sides overlap.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import os
 import pstats
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -47,7 +50,7 @@ from jackfield.config import RunConfig
 from jackfield.hookspecs import hookimpl
 from jackfield.shard import Shard, SyncReport
 from jackfield.worker import Worker
-from jackfield_workers.wire import pack, unpack
+from jackfield_workers.wire import join, pack, split, unpack
 
 PROMPT, RESPONSE = 1024, 1024
 SHARES = {"generate": 0.6, "forward": 0.1, "update": 0.3}
@@ -83,7 +86,7 @@ class Sleeper(Backend):
         return LossSums({"loss": torch.tensor(0.0), "tokens": torch.tensor(1.0)})
 
     def optimizer_step(self) -> dict[str, float]:
-        return {"grad_norm": 1.0, "learning_rate": 1e-6}
+        return {"grad_norm": 1.0, "learning_rate": 1e-6, "worker_cpu": time.process_time()}
 
     def zero_grad(self) -> None: ...
 
@@ -153,31 +156,41 @@ class Draw(Reward):
         return [float(i % 3) for i in range(len(records))]
 
 
+def write(message: Any) -> tuple[bytes, np.ndarray]:
+    """What sending costs: the pickle and one copy of the tensors."""
+    return join(pack(message))
+
+
+def read(message: tuple[bytes, np.ndarray]) -> Any:
+    """What receiving costs: another copy."""
+    return unpack(split(message[0], memoryview(message[1].copy())))
+
+
 class SimulatedGroup:
-    """Workers in this process; what they do is not counted as the controller's time, what travels is packed and unpacked."""
+    """Workers in this process; what they do is not counted as the controller's time, what travels is written and read."""
 
     def __init__(self, config: RunConfig, size: int) -> None:
         self.size, self.away = size, 0.0
         self.workers = [Worker(config, torch.device("cpu"), rank, size) for rank in range(size)]
 
-    def _there(self, work: Any, packet: Any) -> Any:
+    def _there(self, work: Any, message: Any) -> Any:
         start = time.process_time()
-        reply = pack(work(*unpack(packet)))
+        reply = write(work(*read(message)))
         self.away += time.process_time() - start
         return reply
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        packet = pack(args)
-        return [unpack(self._there(getattr(w, method), packet)) for w in self.workers]
+        message = write(args)
+        return [read(self._there(getattr(w, method), message)) for w in self.workers]
 
     def scatter(self, method: str, role: str | None, shares: Sequence[Any], *args: Any) -> list[Any]:
         before = (role,) if role else ()
-        packets = [pack((*before, share, *args)) for share in shares]
-        return [unpack(self._there(getattr(w, method), p)) for w, p in zip(self.workers, packets, strict=True)]
+        messages = [write((*before, share, *args)) for share in shares]
+        return [read(self._there(getattr(w, method), m)) for w, m in zip(self.workers, messages, strict=True)]
 
     def stream(self, method: str, shares: Sequence[Any]) -> Iterator[Any]:
         for worker, share in zip(self.workers, shares, strict=True):
-            yield from unpack(self._there(lambda s, w=worker: list(getattr(w, method)(s)), pack((share,))))
+            yield from read(self._there(lambda s, w=worker: list(getattr(w, method)(s)), write((share,))))
 
 
 class Simulated(Launcher):
@@ -214,14 +227,9 @@ class Ids(Rollout):
         for prompt in prompts:
             for index in seeds:
                 s = found[prompt.id, index]
-                arrays = (
-                    np.concatenate([before, s.tokens]),
-                    PROMPT,
-                    np.arange(PROMPT + len(s.tokens)) >= PROMPT,
-                    np.concatenate([np.zeros(PROMPT, np.float32), s.log_probs]),
-                    np.concatenate([np.full(PROMPT, -1, np.int32), s.versions]),
-                )
-                items.append(Trajectory(prompt, *arrays, s.finish_reason, {**prompt.record, "response": "text"}))
+                tokens = np.concatenate([before, s.tokens])
+                record = {**prompt.record, "response": "text"}
+                items.append(Trajectory(prompt, tokens, PROMPT, np.ones(RESPONSE, bool), s.log_probs, s.versions, s.finish_reason, record))
         return Batch.from_trajectories(items, group_size=run.group_size)
 
 
@@ -245,26 +253,25 @@ def settings(launcher: dict[str, Any], samples: int, seconds: float, steps: int,
     )
 
 
-def measure(launcher: dict[str, Any], samples: int = 1024, seconds: float = 0.0, steps: int = 3) -> tuple[float, dict[str, float]]:
-    """(seconds of the last steps on average beyond the model work, the last step's times).
-
-    Where workers are simulated, CPU seconds of this process are counted, so that other processes on the host do not matter.
-    """
-    clock = time.process_time if "Simulated" in launcher["name"] else time.perf_counter
-    found: list[tuple[float, float]] = []
+def measure(
+    launcher: dict[str, Any], samples: int = 1024, seconds: float = 0.0, steps: int = 3
+) -> tuple[list[list[float]], dict[str, float]]:
+    """([wall seconds beyond the model work, CPU seconds of the controller and of one worker] by step; times of the last step)."""
+    found: list[tuple[float, float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(settings(launcher, samples, seconds, steps, folder))
 
         class Watch:
             @hookimpl
             def step_end(self, run: Any, metrics: dict[str, float]) -> None:
-                found.append((clock(), getattr(run.policy.group, "away", 0.0)))
+                away = getattr(run.policy.group, "away", 0.0)
+                found.append((time.perf_counter(), time.process_time() - away, metrics["worker_cpu"]))
 
         trainer.run.manager.register(Watch(), "watch")
         run = trainer.train()
         times = {n: v for n, v in run.metrics.items() if n.startswith("time/")}
-    steps_done = [(t2 - t1) - (a2 - a1) for (t1, a1), (t2, a2) in pairwise(found)]
-    return sum(steps_done) / len(steps_done) - seconds, times
+    spent = [[after - before for before, after in zip(one, two, strict=True)] for one, two in pairwise(found)]
+    return [[wall - seconds, controller, worker] for wall, controller, worker in spent], times
 
 
 def main() -> None:
@@ -286,16 +293,18 @@ def main() -> None:
         return
     if given.simulate:
         for workers in (1, 4, 16, 64):
-            over, times = measure({**simulated, "workers": workers}, given.samples, steps=given.steps)
-            print(
-                f"{workers:3} workers: {over:.3f} s a step on the controller  { ({n: round(t, 3) for n, t in times.items()}) }", flush=True
-            )
+            found, _ = measure({**simulated, "workers": workers}, given.samples, steps=given.steps)
+            cpu = sorted(controller for _, controller, _ in found)
+            print(f"{workers:3} workers: CPU seconds a step on the controller: median {median(cpu):.3f}, least {cpu[0]:.3f}", flush=True)
         return
     launcher = {"name": given.launcher, "workers": given.workers, "device": "cpu"}
-    over, times = measure(launcher, given.samples, given.seconds, given.steps)
-    share = over / (over + given.seconds)
-    print(f"{given.workers} workers, {given.samples} samples x {PROMPT + RESPONSE} tokens, {given.seconds:g} s of model work")
-    print(f"{over:.3f} s beyond it, {share:.2%} of the step; { ({n: round(t, 3) for n, t in times.items()}) }")
+    found, times = measure(launcher, given.samples, given.seconds, given.steps)
+    print(f"{given.workers} workers, {given.samples} samples x {PROMPT + RESPONSE} tokens, {given.seconds:g} s of model work a step")
+    names = ("wall seconds beyond it", "CPU seconds of the controller", "CPU seconds of a worker")
+    for name, values in zip(names, zip(*found, strict=True), strict=True):
+        share = median(values) / (given.seconds + median(values))
+        print(f"{name:30} median {median(values):.3f} ({share:.2%} of the step), least {min(values):.3f}, most {max(values):.3f}")
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; last step: { ({n: round(t, 3) for n, t in times.items()}) }")
 
 
 if __name__ == "__main__":

@@ -27,11 +27,15 @@ class Prompt:
 
 @dataclass
 class Trajectory:
-    """One finished sample before it is padded into a batch. Sequences run over prompt and response alike."""
+    """One finished sample before it is padded into a batch.
+
+    Sequences are lists or, far quicker, numpy arrays. `tokens` runs over prompt and response; the others may as well, or start later:
+    they then belong to the last tokens.
+    """
 
     prompt: Prompt
     tokens: Any
-    """Token ids of the whole conversation, prompt first; like the other sequences a list or, far quicker, a numpy array."""
+    """Token ids of the whole conversation, prompt first."""
     prompt_length: int
     """Number of leading tokens that belong to the prompt."""
     sampled: Any
@@ -122,9 +126,7 @@ class Batch(TensorClass):
 
     def with_extras(self, **tensors: Tensor) -> Batch:
         """A shallow copy with more extras."""
-        extras = self.extras.clone(recurse=False)
-        extras.update(tensors)
-        return self.replace(extras=extras)
+        return self.replace(extras=self.extras.clone(recurse=False).update(tensors))
 
     def clean(self) -> Batch:
         """A shallow copy whose float [B, T] fields hold 0 outside `loss_mask`, so that what stands there, NaN included, cannot matter."""
@@ -170,17 +172,17 @@ class Batch(TensorClass):
         """Join batches of any widths, empty ones among them; the result is as wide as the widest."""
         parts = [part for part in parts if len(part)] or parts[:1]
         width = max(part.tokens.shape[1] for part in parts)
-        return cast(Batch, torch.cat([part.pad_to(width) for part in parts]))  # type: ignore[misc]
+        return parts[0] if len(parts) == 1 else cast(Batch, torch.cat([part.pad_to(width) for part in parts]))  # type: ignore[misc]
 
     @staticmethod
     def from_trajectories(items: Sequence[Trajectory], *, group_size: int) -> Batch:
         """Pad finished samples into a batch. Sample ids are prompt id x `group_size` + position within the group."""
-        width = max((len(item.tokens) for item in items), default=0)
+        lengths = [len(item.tokens) for item in items]
 
         def padded(name: str, dtype: Any) -> Tensor:
-            rows = np.zeros((len(items), width), dtype)
-            for row, item in zip(rows, items, strict=True):
-                row[: len(item.tokens)] = getattr(item, name)
+            rows = np.zeros((len(items), max(lengths, default=0)), dtype)
+            for row, end, values in zip(rows, lengths, [getattr(item, name) for item in items], strict=True):
+                row[end - len(values) : end] = values
             return torch.from_numpy(rows)
 
         seen: dict[int, int] = {}
@@ -191,12 +193,12 @@ class Batch(TensorClass):
         mask = padded("sampled", np.bool_)
         return Batch(
             tokens=padded("tokens", np.int64),
-            lengths=torch.tensor([len(i.tokens) for i in items], dtype=torch.int64),
+            lengths=torch.tensor(lengths, dtype=torch.int64),
             prompt_lengths=torch.tensor([i.prompt_length for i in items], dtype=torch.int64),
             response_mask=mask,
             loss_mask=mask.clone(),
-            rollout_log_probs=torch.where(mask, padded("log_probs", np.float32), 0.0),
-            versions=torch.where(mask, padded("versions", np.int32), -1),
+            rollout_log_probs=padded("log_probs", np.float32).masked_fill_(~mask, 0.0),
+            versions=padded("versions", np.int32).masked_fill_(~mask, -1),
             group_ids=torch.tensor([i.prompt.id for i in items], dtype=torch.int64),
             sample_ids=torch.tensor(ids, dtype=torch.int64),
             finish_reasons=torch.tensor([FINISH_REASONS.index(i.finish_reason) for i in items], dtype=torch.int8),

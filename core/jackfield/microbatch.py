@@ -54,20 +54,21 @@ def _split(bins: list[list[int]], lengths: Sequence[int], wanted: int) -> list[l
     return [sorted(b) for b in bins] + [[] for _ in range(wanted - len(bins))]
 
 
-Share = tuple[Batch, list[list[int]]]
-"""One DP rank's samples, and which of them make up each micro-batch: it travels in one piece and is cut where it is used."""
+Share = tuple[Batch, list[int]]
+"""One DP rank's samples, micro-batch after micro-batch, and the size of each: it travels in one piece and is cut where it is used."""
 
 
 def share(batch: Batch, bins: list[list[int]]) -> Share:
     """The samples of one rank; a rank without any gets the shortest, for its fillers."""
     own = [i for indices in bins for i in indices] or [int(batch.lengths.argmin())]
-    place = {i: k for k, i in enumerate(own)}
-    return batch[torch.tensor(own)].trim(), [[place[i] for i in indices] for indices in bins]
+    return batch[torch.tensor(own)].trim(), [len(indices) for indices in bins]
 
 
 def cut(share: Share, device: torch.device) -> list[Batch]:
-    """A share's micro-batches, clean, on a device."""
-    return [take(share[0], indices).clean().to(device) for indices in share[1]]
+    """A share's micro-batches, clean, on a device; on the CPU views of one storage."""
+    batch = share[0].clean()
+    parts = batch.split([*share[1], len(batch) - sum(share[1])])[:-1]
+    return [(part.trim() if len(part) else take(batch, [])).to(device) for part in parts]
 
 
 def take(batch: Batch, indices: list[int]) -> Batch:

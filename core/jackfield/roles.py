@@ -48,7 +48,8 @@ class Role:
         some = mask.any(-1).nonzero()[:, 0]
         whole: dict[str, Tensor] = defaultdict(lambda: torch.zeros(mask.shape))
         if len(some):
-            split, shares = self._split(batch.replace(records=None).keep(mask.any(-1)))
+            # Scoring reads neither text nor what the engine said of its tokens, nearly half of the bytes.
+            split, shares = self._split(batch.replace(records=None, rollout_log_probs=None, versions=None).keep(mask.any(-1)))
             results = self.group.scatter("forward", self.name, shares, request)
             for position, outputs in zip(self.positions, results, strict=True):
                 for indices, out in zip(split[position.dp_rank], outputs or (), strict=False):

@@ -15,7 +15,7 @@ import torch
 from jackfield.config import RunConfig
 from jackfield_workers.fingerprint import Fingerprint
 from jackfield_workers.host import Failure, Host, Seat
-from jackfield_workers.wire import Packet, pack, unpack
+from jackfield_workers.wire import join, pack, split, unpack
 
 Message = tuple[bytes, np.ndarray]
 """A packet as Ray stores it best: the array travels out of band, without being pickled."""
@@ -26,13 +26,12 @@ FLUSH_SECONDS, FLUSH_ITEMS = 0.1, 256
 
 def to_message(value: Any) -> Message:
     """Pack for Ray."""
-    packet = pack(value)
-    return packet.head, np.frombuffer(packet.body, dtype=np.uint8)
+    return join(pack(value))
 
 
 def from_message(message: Message) -> Any:
     """Unpack; the tensors can be written to, unlike Ray's shared memory."""
-    return unpack(Packet(message[0], bytearray(message[1].data)))
+    return unpack(split(message[0], memoryview(bytearray(message[1].data))))
 
 
 @dataclass(frozen=True)
