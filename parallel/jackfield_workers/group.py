@@ -6,7 +6,8 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn, Protocol
 
 from jackfield.errors import JackfieldError, WorkerError
@@ -41,6 +42,7 @@ class Switchboard:
 
     def __init__(self) -> None:
         self.processes: dict[Connection, Process] = {}
+        self.selector = DefaultSelector()
         self.inbox: dict[tuple[int, Connection], deque[tuple[str, Any]]] = defaultdict(deque)
         self.calls = 0
         self.broken: str | None = None
@@ -48,7 +50,9 @@ class Switchboard:
 
     def add(self, processes: Sequence[Process]) -> None:
         """Watch more workers."""
-        self.processes |= {p.connection: p for p in processes}
+        for process in processes:
+            self.processes[process.connection] = process
+            self.selector.register(process.connection, EVENT_READ)
 
     def next(self, call: int, connections: Sequence[Connection], limit: float | None) -> tuple[Connection, str, Any] | None:
         """The next message of a call from one of `connections`; None after `limit` (monotonic seconds). Raises Died."""
@@ -59,10 +63,10 @@ class Switchboard:
                     if not box:
                         del self.inbox[call, connection]
                     return connection, kind, value
-            ready = wait(list(self.processes), None if limit is None else max(limit - time.monotonic(), 0))
+            ready = self.selector.select(None if limit is None else max(limit - time.monotonic(), 0))
             if not ready:
                 return None
-            for found in ready:
+            for found in (key.fileobj for key, _ in ready):
                 assert isinstance(found, Connection)
                 try:
                     number, kind, value = unpack(receive(found))

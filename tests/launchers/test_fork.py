@@ -11,6 +11,7 @@ import torch
 
 from jackfield import Trainer
 from jackfield.errors import ConfigError, PluginError, WorkerError
+from jackfield.testing.models import random_batch
 from jackfield_workers import fork
 
 FORK2 = ["launcher.name=fork", "launcher.workers=2", "launcher.device=cpu"]
@@ -104,7 +105,7 @@ def test_an_error_of_all_ranks_leaves_them_usable(fake, misbehave):
         group = launcher.start(fake(*misbehave("", name="RaisesOnAll")), ["policy"])["policy"]
         group.call("setup", "policy")
         with pytest.raises(WorkerError, match=r"policy worker \d of 2 raised OutOfMemoryError in forward: out of memory: wanted 7 GiB"):
-            group.call("forward", "policy", (None, []), None)
+            group.call("forward", "policy", (random_batch(2), [2]), None)
         assert [p.dp_rank for p in group.call("setup", "policy")] == [0, 1]
     finally:
         launcher.stop()
