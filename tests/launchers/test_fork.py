@@ -1,5 +1,6 @@
 """Launcher `fork`: the same numbers as in one process, and every way a worker can go wrong."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import torch
 
 from jackfield import Trainer
 from jackfield.errors import ConfigError, PluginError, WorkerError
-from jackfield.testing.models import random_batch
+from jackfield.testing.models import random_batch, tiny_model
 from jackfield_workers import fork
 
 FORK2 = ["launcher.name=fork", "launcher.workers=2", "launcher.device=cpu"]
@@ -144,6 +145,23 @@ def test_a_plugin_that_is_another_one_on_the_worker_is_named(fake, monkeypatch):
     monkeypatch.setattr(fork, "fingerprint", lambda config: real(config)[::-1])
     with pytest.raises(PluginError, match=r"policy worker \d of 2.* has other plugins or another order than the controller"):
         Trainer(fake(*FORK2)).train()
+
+
+def test_a_missing_extra_on_one_worker_is_named_before_the_first_step(fake, monkeypatch, tmp_path):
+    """PEFT is installed here and for worker 0, but not for worker 1."""
+    (tmp_path / "without" / "peft").mkdir(parents=True)
+    (tmp_path / "without" / "peft" / "__init__.py").write_text("raise ImportError('No module named peft')\n")
+    before = fork.ForkedProcess.__init__
+
+    def without(self, name, order):
+        hidden = [str(tmp_path / "without")] if order.argument[0].rank == 1 else []
+        before(self, name, dataclasses.replace(order, path=[*hidden, *order.path]))
+
+    monkeypatch.setattr(fork.ForkedProcess, "__init__", without)
+    config = fake(*FORK2, f"policy.model={tiny_model(tmp_path / 'model')}", "policy.backend={name: torch, lora: {r: 4}}")
+    with pytest.raises(PluginError, match=r"policy worker 1 of 2: backend: lora needs PEFT; pip install 'jackfield\[lora\]'"):
+        Trainer(config).train()
+    assert not list(config.dir.glob("metrics*"))
 
 
 def test_roles_with_workers_of_their_own(fake, pids):

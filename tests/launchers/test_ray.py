@@ -1,17 +1,13 @@
 """Launcher `ray` on two simulated nodes of this host: the roles of a run on different nodes, and workers that go wrong."""
 
 import importlib.util
-import json
-import os
-import signal
-import threading
-import time
 
 import pytest
 import torch
 
 from jackfield import Trainer
 from jackfield.errors import ConfigError, PluginError, WorkerError
+from jackfield.testing.models import tiny_model
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -87,37 +83,24 @@ def test_an_exception_arrives_with_rank_traceback_and_quiet_logs(fake, misbehave
     assert out == "" and err == "", "workers write into their own logs"
 
 
-def test_a_worker_killed_mid_rollout_is_noticed_and_named_and_the_run_resumes_by_itself(fake, cluster, capfd, tmp_path):
-    """kill -9 from outside, in the middle of generation; law 22."""
-    whole = fake(folder="whole")
-    Trainer(whole).train()
-    config = fake(*RAY2, "checkpoint.every=1", "checkpoint.max_restarts=1", folder="killed")
-    trainer = Trainer(config)
-    killed = {}
+def test_a_worker_killed_in_mid_rollout_is_named_and_the_run_resumes_to_the_same_weights(same_run, killed, cluster, capfd):
+    """kill -9 from outside; law 22, with a sharded backend over both nodes."""
+    spread = ["policy.backend.name=fsdp", "launcher.strategy=STRICT_SPREAD"]
+    run = same_run("killed", *RAY2, *spread, *killed)
+    seconds, _, error = (run.dir / "noticed").read_text().partition(" ")
+    assert float(seconds) < 60, "law 22's own bound"
+    assert error.startswith("policy worker 1 of 2 (pid") and "by signal 9" in error
+    assert "resuming by itself" in capfd.readouterr().err
 
-    class Killer:
-        from jackfield import hookimpl
 
-        @hookimpl
-        def rollout(self, run, prompts):
-            if run.step == 1 and not killed:
-                worker = run.policy.group.workers[1]
-                killed.update(at=time.monotonic(), name=worker.name)
-                threading.Timer(0.001, os.kill, (worker.place.pid, signal.SIGKILL)).start()
-                for _ in range(100_000):
-                    run.policy.group.call("forward", "policy", (None, []), None)
-
-        @hookimpl
-        def run_error(self, run, error):
-            killed["noticed"] = time.monotonic()
-
-    trainer.run.manager.register(Killer(), "killer")
-    run = trainer.train()
-    assert killed["noticed"] - killed["at"] < 60, "law 22's own bound"
-    assert run.step == 3
-    torch.testing.assert_close(table(config), table(whole), rtol=1e-5, atol=1e-7)
-    assert "policy worker 1 of 2 (pid" in (err := capfd.readouterr().err) and "by signal 9" in err
-    assert [json.loads(line)["step"] for line in (config.dir / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+@MEGATRON[0]
+@MEGATRON[1]
+def test_the_seeds_case_at_quarter_scale_on_two_nodes(same_ppo, seed_case, cluster):
+    """The actor's two workers on one node, critic and reward model on the other."""
+    nodes = "launcher.resources={policy: {left: 1}, critic: {right: 1}, reward_model: {right: 1}}"
+    run = same_ppo("apart", *RAY, *seed_case, nodes)
+    actor, critic = ({w.place.node for w in role.group.workers} for role in (run.policy, run.critic))
+    assert len(actor) == len(critic) == 1 and actor != critic
 
 
 def test_streams(fake, cluster):
@@ -162,3 +145,18 @@ def test_what_does_not_fit_is_said_with_arithmetic(fake, cluster):
         Trainer(fake(*RAY2, "launcher.cpus=4", "launcher.start_seconds=1")).train()
     with pytest.raises(ConfigError, match="none of the 2 nodes offers a GPU: set device to 'cpu'"):
         Trainer(fake(*RAY2, "launcher.device=cuda")).train()
+
+
+def test_a_missing_extra_on_a_node_is_named_before_the_first_step(fake, cluster, tmp_path):
+    """PEFT is installed here, but not on the node that the policy is placed on."""
+    (tmp_path / "without" / "peft").mkdir(parents=True)
+    (tmp_path / "without" / "peft" / "__init__.py").write_text("raise ImportError('No module named peft')\n")
+    bare = {"num_cpus": 1, "resources": {"bare": 1}, "object_store_memory": 80 << 20}
+    node = cluster.add_node(**bare, env_vars={"PYTHONPATH": str(tmp_path / "without")})
+    try:
+        model = f"policy.model={tiny_model(tmp_path / 'model')}"
+        place = ["launcher.workers=1", "launcher.resources={policy: {bare: 1}}"]
+        with pytest.raises(PluginError, match=r"policy worker 0 of 1.*: backend: lora needs PEFT; pip install 'jackfield\[lora\]'"):
+            Trainer(fake(*RAY, *place, model, "policy.backend={name: torch, lora: {r: 4}}")).train()
+    finally:
+        cluster.remove_node(node)

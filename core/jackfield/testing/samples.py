@@ -49,7 +49,7 @@ def batch_of(asked: Sequence[Request], samples: Samples) -> Batch:
         for index in range(len(request.seeds)):
             s, n = samples[request.id, index], len(request.tokens)
             mask = [False] * n + [True] * len(s.tokens)
-            log_probs, versions = [0.0] * n + s.log_probs, [-1] * n + s.versions
+            log_probs, versions = [0.0] * n + list(s.log_probs), [-1] * n + list(s.versions)
             items.append(Trajectory(Prompt(request.id, {}), [*request.tokens, *s.tokens], n, mask, log_probs, versions, s.finish_reason))
     return Batch.from_trajectories(items, group_size=max(len(r.seeds) for r in asked))
 
