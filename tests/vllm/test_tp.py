@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ SIDE = Path(__file__).with_name("tp_side.py")
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def start(world, tp, folder, out):
+def start(world, tp, folder, out, **more):
     out.mkdir()
     command = [sys.executable, "-W", "ignore", str(SIDE)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
     return [
         subprocess.Popen(
             [*command, str(rank), str(world), str(tp), str(folder), str(out)],
@@ -87,8 +88,35 @@ def test_tp_2_gives_the_tokens_of_tp_1(model, alone, tmp_path):
     assert set(SHARED_MEMORY.glob("*vllm*")) == before
 
 
+def test_memory_of_a_killed_run_is_removed_by_the_next(model, tmp_path):
+    """The trap: ranks on CPU talk through files in /dev/shm, which outlive a kill -9."""
+    out = tmp_path / "killed"
+    ranks = start(2, 2, model, out, HOLD="1")
+    try:
+        deadline = time.monotonic() + 300
+        while not all((out / f"up-{rank}").exists() for rank in range(2)):
+            assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[1][-2000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    left = [path for rank in ranks for path in SHARED_MEMORY.glob(f"vllm_jackfield_{rank.pid}_*")]
+    assert left
+    results(start(2, 2, model, tmp_path / "next"))
+    assert not any(path.exists() for path in left)
+
+
+def test_two_replicas_share_the_prompts(model, alone, tmp_path):
+    two = results(start(2, 1, model, tmp_path / "replicas"))
+    assert [r["position"] for r in two] == [[0, 2, True], [1, 2, True]]
+    whole = {(request, index): tokens for request, index, tokens, _ in alone["greedy"]}
+    mine = {(2 * request + rank, index): tokens for rank, r in enumerate(two) for request, index, tokens, _ in r["greedy"]}
+    assert mine == whole
+
+
 def test_what_killed_runs_left_in_shared_memory_is_removed_and_living_runs_keep_theirs():
-    """The trap: ranks on CPU talk through files in /dev/shm; a file whose owner is gone goes."""
     from jackfield_vllm.adapter import remove_stale_shared_memory
 
     process = subprocess.Popen([sys.executable, "-c", "pass"])

@@ -1,7 +1,9 @@
 """One rank of tests/vllm/test_tp.py: `python tp_side.py RANK WORLD TP FOLDER OUT`."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -25,6 +27,9 @@ engine.setup(model, context)
 transport = registry.build("transport", ComponentSpec(name="auto", options={"verify": True}))
 transport.connect(backend, engine, context)
 transport.sync(3)
+if "HOLD" in os.environ:
+    (out / f"up-{rank}").touch()
+    time.sleep(600)
 result = {"position": [engine.position.dp_rank, engine.position.dp_size, engine.position.output]}
 result["shards"] = [[s.name, list(s.shape), list(s.offset), list(s.size)] for s in engine.shards()]
 mine = prompts(6, length=40, shared=33)[engine.position.dp_rank :: engine.position.dp_size]
