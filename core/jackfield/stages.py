@@ -66,13 +66,13 @@ def prepare(run: Run, batch: Batch) -> Batch:
 
 def summarise(run: Run, batch: Batch) -> None:
     """The step's metrics about its samples."""
-    lengths, trained = batch.response_lengths.float(), batch.loss_mask.any(-1)
     assert batch.rewards is not None and batch.scores is not None
-    values = {"response/length": lengths, "response/truncated": (batch.finish_reasons == 1).float()}
-    values |= {f"reward/{name}": scores for name, scores in batch.scores.items() if isinstance(scores, torch.Tensor)}
-    values["reward"] = batch.rewards[trained]
+    scores = {name: values for name, values in batch.scores.items() if isinstance(values, torch.Tensor)}
+    scored = combine(scores, {spec.label or spec.name: spec.weight for spec in run.config.rewards}, len(batch))[1]
+    values = {f"reward/{name}": values for name, values in scores.items()} | {"reward": batch.rewards[scored]}
+    values |= {"response/length": batch.response_lengths.float(), "response/truncated": (batch.finish_reasons == 1).float()}
     run.metrics |= {n: float(v.nanmean()) if len(v) else 0.0 for n, v in values.items()}
-    run.metrics |= {"samples": float(len(batch)), "samples/trained": float(trained.sum())}
+    run.metrics |= {"samples": float(len(batch)), "samples/trained": float(batch.loss_mask.any(-1).sum())}
 
 
 @contextmanager

@@ -161,6 +161,33 @@ def test_law_16_a_step_with_nothing_to_train_ends_and_moves_nothing(tmp_path):
     assert [row["samples/trained"] for row in rows] == [0.0, 0.0]
 
 
+class Half:
+    """Trains on every second sample."""
+
+    @hookimpl(wrapper=True)
+    def advantage(self, run, batch):
+        batch = yield
+        mask = batch.loss_mask.clone()
+        mask[1::2] = False
+        return batch.replace(loss_mask=mask)
+
+
+class Numbered:
+    """Rates sample i with i, and cannot rate the last."""
+
+    @hookimpl
+    def score(self, run, batch):
+        values = torch.arange(len(batch)).float()
+        values[-1] = torch.nan
+        return {"number": values}
+
+
+def test_the_reward_is_that_of_all_samples_that_were_rated_whichever_are_trained(tmp_path):
+    _, rows = trained(tmp_path, Numbered(), Half(), steps=1, rewards=[], batch={"prompts": 4, "group_size": 2})
+    assert rows[0]["samples/trained"] == 4
+    assert rows[0]["reward"] == rows[0]["reward/number"] == sum(range(7)) / 7
+
+
 def test_law_19_every_prompt_is_trained_or_reported_dropped(tmp_path):
     run, rows = trained(tmp_path, Picky(), steps=3, batch={"prompts": 4, "group_size": 2, "max_draws": 3})
     assert sum(row["prompts/drawn"] for row in rows) == run.prompts.drawn
