@@ -100,8 +100,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         delta.sub_(value)
         delta[:, :-1].add_(value[:, 1:], alpha=gamma)
         delta = _scan(delta, gamma * lam)
-        for out, x in ((advantages, delta), (returns, value.add_(delta))):
-            out[rows] = torch.where(part, x, 0) if front is None else moved(x, front, part)
+        advantages[rows] = torch.where(part, delta, 0) if front is None else moved(delta, front, part)
+        torch.add(torch.where(part, values[rows], 0), advantages[rows], out=returns[rows])
     return advantages, returns
 
 
