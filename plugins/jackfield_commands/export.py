@@ -20,6 +20,8 @@ def export(run_folder: Path, out: Path, step: int | None) -> None:
     from jackfield.roles import Role
     from jackfield.trainer import Trainer
 
+    if not run_folder.is_dir():
+        raise CheckpointError(f"{run_folder} is no folder: give the run's own, which holds checkpoints/ (`dir` in its config)")
     found = {folder.name: folder for folder in checkpoint.complete(run_folder)}
     name = f"step-{step:08d}" if step is not None else max(found, default="")
     if name not in found:

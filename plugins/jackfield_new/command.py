@@ -50,6 +50,8 @@ def new(kind: str, name: str, out: str, single: bool) -> None:
         chosen = f"{target}:{words['Class']}"
         click.echo(f"{target}\ntry it: jackfield train config.yaml {USES[kind].format(name=chosen)}")
         return
+    if taken := next((entry for entry in registry.entries(kind) if entry.name == name), None):
+        raise ConfigError(f"{kind} {name!r} is a plugin of {taken.distribution}, and two of one name clash: choose another name")
     folder = Path(out) / words["dist"]
     if folder.exists():
         raise ConfigError(f"{folder} exists already: choose another name, or --out another folder")

@@ -149,6 +149,13 @@ def test_run_folder_that_is_a_file(train, tmp_path):
     assert (tmp_path / "run").read_text() == "something else"
 
 
+def test_export_of_a_folder_that_is_not_there(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["jackfield", "export", str(tmp_path / "nowhere"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    refused((ended.value.code, capfd.readouterr().err), "nowhere is no folder: give the run's own")
+
+
 def test_disk_full_while_a_checkpoint_is_written(train, tmp_path, monkeypatch):
     real = os.fsync
 

@@ -98,3 +98,9 @@ def test_nothing_is_overwritten(tmp_path):
     CliRunner().invoke(app, words, catch_exceptions=False)
     with pytest.raises(ConfigError, match="exists already"):
         CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_a_name_that_is_taken(tmp_path):
+    with pytest.raises(ConfigError, match="reward 'share' is a plugin of jackfield, and two of one name clash"):
+        CliRunner().invoke(app, ["new", "reward", "share", "--out", str(tmp_path)], catch_exceptions=False)
+    assert not list(tmp_path.iterdir())
