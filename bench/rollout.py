@@ -4,7 +4,8 @@
     python bench/rollout.py --shapes 0.5b 1.5b 7b --out results.json   # random weights of these shapes
 
 Two loads: `uniform N` is N distinct prompts with responses of one length; `rl N` is groups that share a prompt, with log-normal response
-lengths. Every contender runs the same requests. The first repetition is dropped; medians with (min, max). Ratios are what counts.
+lengths. Every contender runs the same requests (`ours_packed`: with `cpu_linear: packed`). The first repetition is dropped; medians
+with (min, max). Ratios are what counts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ FIELDS = (
     "vocab_size",
     "tie_word_embeddings",
 )
-SIDES = ("ours", "raw", "raw_tuned", "hf")
+SIDES = ("ours", "ours_packed", "raw", "raw_tuned", "hf")
 
 
 def uniform(count: int, prompt: int, response: int) -> list[tuple[list[int], int]]:
@@ -101,12 +103,14 @@ def main() -> None:
     """Run everything, print the table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=RUNNABLE)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[s for s in SIDES if s != "ours_packed"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--quick", action="store_true", help="one small shape, two repetitions")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one contender")
-    parser.add_argument("--cpu-linear", choices=("shared", "packed"), help="the engine's setting of that name; default: its own")
+    parser.add_argument(
+        "--turns", action="store_true", help="all at once, taking turns: for a machine whose speed changes from minute to minute"
+    )
     parser.add_argument("--loads", nargs="+", help="only loads whose name starts so")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -126,12 +130,13 @@ def main() -> None:
             config = write_config(shape, Path(folder, shape))
             job = {"cuda": cuda, "model": str(Path(folder, shape)), "dtype": dtype, "loads": loads, "repetitions": repetitions}
             job |= {"max_len": -(-longest // 64) * 64, "memory": 0.8 if cuda else 0.2, "kv_bytes": 2**31}
-            ours = {"cpu_linear": args.cpu_linear} if args.cpu_linear else {}
-            jobs = {
-                s: {**job, "side": s.removesuffix("_tuned"), "options": options(s, cuda) | (ours if s == "ours" else {})}
-                for s in args.sides
-            }
-            found = {s: side(jobs[s], args.timeout) for s in args.sides}
+            jobs = {s: {**job, "side": s.partition("_")[0], "options": options(s, cuda)} for s in args.sides}
+            if args.turns:
+                counter = Path(folder, "turn")
+                counter.write_text("0")
+                jobs = {s: j | {"turn": [str(counter), i, len(jobs)]} for i, (s, j) in enumerate(jobs.items())}
+            with ThreadPoolExecutor(len(jobs) if args.turns else 1) as pool:
+                found = dict(zip(jobs, pool.map(side, jobs.values(), [args.timeout] * len(jobs)), strict=True))
             report["shapes"][shape] = found
             show(shape, loads, found, config, machine, 2 if dtype == "bfloat16" else 4)
     if args.out:
@@ -140,6 +145,8 @@ def main() -> None:
 
 def options(name: str, cuda: bool) -> dict[str, Any]:
     """Settings of a contender: `raw_tuned` gets the engine's own."""
+    if name == "ours_packed":
+        return {"cpu_linear": "packed"}
     if name != "raw_tuned":
         return {}
     if not cuda:

@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@contextmanager
+def turn(counter: str, mine: int, count: int) -> Iterator[None]:
+    """Wait until it is this contender's turn; then it is the next one's."""
+    path = Path(counter)
+    while int(path.read_text() or -1) % count != mine:
+        time.sleep(0.02)
+    yield
+    path.write_text(str(int(path.read_text()) + 1))
+
+
 def main(path: str) -> None:
     """Run the job's loads: seconds (wall, CPU) of each repetition."""
     job = json.loads(Path(path).read_text())
@@ -139,11 +150,12 @@ def main(path: str) -> None:
     for name, work in job["loads"].items():
         times = []
         for _ in range(job["repetitions"]):
-            _wait(device)
-            wall, cpu = time.perf_counter(), time.process_time()
-            run(work)
-            _wait(device)
-            times.append((time.perf_counter() - wall, time.process_time() - cpu))
+            with turn(*job["turn"]) if "turn" in job else nullcontext():
+                _wait(device)
+                wall, cpu = time.perf_counter(), time.process_time()
+                run(work)
+                _wait(device)
+                times.append((time.perf_counter() - wall, time.process_time() - cpu))
             result["loads"][name] = {"times": times, "computed": job.get("computed", [0])[0]}
             print(json.dumps(result), flush=True)  # what is measured stays, should the time run out
     if device.type == "cuda":
