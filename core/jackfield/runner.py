@@ -7,7 +7,7 @@ import torch
 from jackfield.batch import Batch
 from jackfield.results import answered
 from jackfield.run import Run
-from jackfield.stages import phase, prepare, roll, summarise
+from jackfield.stages import phase, prepare, rate, summarise
 
 
 def step(run: Run) -> dict[str, float]:
@@ -15,13 +15,7 @@ def step(run: Run) -> dict[str, float]:
     run.metrics = {}
     with phase(run, "step"):
         run.hook.step_start(run=run)
-        batch = collect(run)
-        with phase(run, "prepare"):
-            batch = prepare(run, batch)
-        with phase(run, "advantage"):
-            batch = answered(run.hook.advantage, run.hook.advantage(run=run, batch=batch.clean()))
-        with phase(run, "update"):
-            run.metrics |= answered(run.hook.update, run.hook.update(run=run, batch=batch))
+        batch = train(run, collect(run))
         with phase(run, "sync"):
             report = run.policy.sync(run.step + 1)
         run.hook.weights_synced(run=run, report=report)
@@ -37,9 +31,22 @@ def collect(run: Run) -> Batch:
     for _ in range(run.config.batch.max_draws):
         prompts = run.prompts.take(wanted - kept)
         drawn += len(prompts)
-        parts.append(roll(run, prompts))
+        with phase(run, "rollout"):
+            batch = answered(run.hook.rollout, run.hook.rollout(run=run, prompts=prompts))
+        parts.append(rate(run, batch, prompts))
         kept += len(torch.unique(parts[-1].group_ids))
         if kept >= wanted:
             break
     run.metrics |= {"prompts/drawn": float(drawn), "prompts/trained": float(kept), "prompts/dropped": float(drawn - kept)}
     return Batch.concat(parts)
+
+
+def train(run: Run, batch: Batch) -> Batch:
+    """Advantages and update of a rated batch, which is returned with what they took: log-probs, values, advantages."""
+    with phase(run, "prepare"):
+        batch = prepare(run, batch)
+    with phase(run, "advantage"):
+        batch = answered(run.hook.advantage, run.hook.advantage(run=run, batch=batch.clean()))
+    with phase(run, "update"):
+        run.metrics |= answered(run.hook.update, run.hook.update(run=run, batch=batch))
+    return batch

@@ -14,13 +14,6 @@ from jackfield.rewards import combine
 from jackfield.run import Run
 
 
-def roll(run: Run, prompts: list[Prompt]) -> Batch:
-    """Sample and rate one round of prompts."""
-    with phase(run, "rollout"):
-        batch: Batch = answered(run.hook.rollout, run.hook.rollout(run=run, prompts=prompts))
-    return rate(run, batch, prompts)
-
-
 def rate(run: Run, batch: Batch, prompts: list[Prompt]) -> Batch:
     """Score the samples of `prompts`, with a greedy one of each where the algorithm compares with it, and keep those that pass the filters.
 

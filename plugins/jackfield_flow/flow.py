@@ -10,7 +10,8 @@ from jackfield.errors import ConfigError
 from jackfield.hookspecs import hookimpl
 from jackfield.results import answered
 from jackfield.run import Run
-from jackfield.stages import phase, prepare, rate, summarise
+from jackfield.runner import train
+from jackfield.stages import phase, rate, summarise
 
 
 class DataFlow(Component):
@@ -68,15 +69,9 @@ class DataFlow(Component):
 
     def update(self, batch: Batch) -> Batch:
         """Train on a scored batch, which is returned with what that took (hooks `advantage`, `update`): log-probs, values, advantages."""
-        run = self.run
         if batch.rewards is None:
             raise ConfigError(f"{type(self).__name__}.forward: update needs rewards: give it what score returned")
-        with phase(run, "prepare"):
-            batch = prepare(run, batch)
-        with phase(run, "advantage"):
-            batch = answered(run.hook.advantage, run.hook.advantage(run=run, batch=batch.clean()))
-        with phase(run, "update"):
-            run.metrics |= answered(run.hook.update, run.hook.update(run=run, batch=batch))
+        batch = train(self.run, batch)
         self._unserved = True
         return batch
 
