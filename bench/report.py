@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -42,6 +43,13 @@ def spread(values: Sequence[float], cold: int = 1) -> Spread:
     """Of the values after the first `cold`, which are dropped where anything is left."""
     kept = values[cold:] or values
     return Spread(statistics.median(kept), min(kept), max(kept))
+
+
+def wait() -> None:
+    """Until the device, where there is one, has done all that it was told."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def repeat(work: Callable[[], Any], repetitions: int = 5, wait: Callable[[], Any] | None = None) -> Spread:

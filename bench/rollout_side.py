@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import wait
 
 Work = list[tuple[list[int], int]]
 """Samples as (prompt, number of tokens to generate)."""
@@ -105,23 +106,18 @@ def bandwidth(device: torch.device) -> tuple[float, float]:
     size, n, dtype = (2**31, 8192, torch.bfloat16) if device.type == "cuda" else (2**28, 1024, torch.float32)
     a, b = torch.ones(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, device=device)
     x, y = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size / _best(lambda: b.copy_(a), device), 2 * n**3 / _best(lambda: x @ y, device)
+    return 2 * size / _best(lambda: b.copy_(a)), 2 * n**3 / _best(lambda: x @ y)
 
 
-def _best(action: Callable[[], Any], device: torch.device, tries: int = 8) -> float:
+def _best(action: Callable[[], Any], tries: int = 8) -> float:
     best = float("inf")
     for _ in range(tries):
-        _wait(device)
+        wait()
         begin = time.perf_counter()
         action()
-        _wait(device)
+        wait()
         best = min(best, time.perf_counter() - begin)
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager
@@ -151,10 +147,10 @@ def main(path: str) -> None:
         times = []
         for _ in range(job["repetitions"]):
             with turn(*job["turn"]) if "turn" in job else nullcontext():
-                _wait(device)
+                wait()
                 wall, cpu = time.perf_counter(), time.process_time()
                 run(work)
-                _wait(device)
+                wait()
                 times.append((time.perf_counter() - wall, time.process_time() - cpu))
             result["loads"][name] = {"times": times, "computed": job.get("computed", [0])[0]}
             print(json.dumps(result), flush=True)  # what is measured stays, should the time run out

@@ -29,16 +29,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from report import wait
+
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 TUNED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "67108864", "MALLOC_ARENA_MAX": "1"}
 """malloc without returning pages to the kernel: on a CPU both sides gain."""
-
-
-def wait() -> None:
-    """Until the device, where there is one, has done all that it was told."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class Clock:

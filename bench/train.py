@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from report import wait
 from shapes import SHAPES, write_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,19 +69,12 @@ def matrix_rate(device: Any, size: int) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(12):
-        _synchronize(device)
+        wait()
         start = time.perf_counter()
         a @ b
-        _synchronize(device)
+        wait()
         times.append(time.perf_counter() - start)
     return 2 * size**3 / min(times)
-
-
-def _synchronize(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class PolicyGradient:
@@ -189,20 +183,20 @@ def run_case(
     loss = PolicyGradient()
     seconds, passes = [], []
     for step in range(steps + 2):
-        _synchronize(device)
+        wait()
         start = time.perf_counter()
         trainer.forward_backward(batches, loss)
-        _synchronize(device)
+        wait()
         middle = time.perf_counter()
         info = trainer.optimizer_step()
-        _synchronize(device)
+        wait()
         if step >= 2:
             seconds.append(time.perf_counter() - start)
             passes.append(middle - start)
     kernels = profile(lambda: (trainer.forward_backward(batches, loss), trainer.optimizer_step()), device) if profiled else None
     scored = time.perf_counter()
     trainer.forward(batches, loss.request)
-    _synchronize(device)
+    wait()
     scored = time.perf_counter() - scored
     second = statistics.median(seconds)
     done = flops(settings, every)
@@ -239,10 +233,10 @@ def profile(step: Callable[[], Any], device: Any, most: int = 24) -> dict[str, A
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with torch.profiler.profile(activities=kinds) as seen:
-        _synchronize(device)
+        wait()
         begin = time.perf_counter()
         step()
-        _synchronize(device)
+        wait()
         wall = time.perf_counter() - begin
     on_device = [e for e in seen.key_averages() if getattr(e, "self_device_time_total", 0) > 0 and str(e.device_type).endswith("CUDA")]
     rows = sorted(on_device or seen.key_averages(), key=lambda e: -(e.self_device_time_total if on_device else e.self_cpu_time_total))
