@@ -1,4 +1,4 @@
-"""The only place that touches vLLM's own names, so that one file answers for versions 0.20 to 0.33."""
+"""With decode.py the only place that touches vLLM's own names, so that two files answer for versions 0.20 to 0.33."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import functools
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from jackfield.errors import ConfigError, PluginError
-from jackfield_vllm.sampling import Kind, SampleTable, draw_mixed, uniforms
+from jackfield_vllm.decode import LastStep, keyed_sampler, quick_slots
+from jackfield_vllm.sampling import Kind, SampleTable
 
 OLDEST, NEWEST = (0, 20), (0, 33)
 FINISH = {"stop": "stop", "length": "length"}
@@ -168,11 +168,7 @@ def _norm(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) ->
     return x, residual
 
 
-_PLAIN: Kind = (1.0, 1.0, 0)
-
-
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """What one step gave one sample."""
 
     key: str
@@ -217,7 +213,9 @@ class Core:
             quick_cpu_norms(self.model)
         self.table = SampleTable()
         self._weights = 0
-        self.runner.sampler = _sampler(self.runner, self.table)
+        self.runner.sampler = keyed_sampler(self.runner, self.table)
+        self._last = LastStep(self._scheduler)
+        quick_slots(self._scheduler)
 
     @property
     def max_model_len(self) -> int:
@@ -238,7 +236,6 @@ class Core:
             max_tokens=max_tokens,
             stop_token_ids=list(stop_ids),
             ignore_eos=True,  # the end tokens are among stop_ids
-            logprobs=0,
             detokenize=False,
         )
 
@@ -257,12 +254,14 @@ class Core:
     def step(self) -> list[Output]:
         """Run one step of the engine; what it gave each sample that it gave anything."""
         found = []
-        for out in self._client.get_output().outputs:
+        outputs = self._client.get_output().outputs
+        log_probs = self._last.log_probs() if outputs else {}
+        for out in outputs:
+            key, tokens = out.request_id, out.new_token_ids
             reason = None if out.finish_reason is None else FINISH.get(str(out.finish_reason), "abort")
-            log_probs = [] if out.new_logprobs is None else out.new_logprobs.logprobs[:, 0].tolist()
-            found.append(Output(out.request_id, out.new_token_ids, log_probs, reason))
+            found.append(Output(key, tokens, [log_probs[key]] if tokens else [], reason))
             if reason is not None:
-                self.table.remove(out.request_id)
+                self.table.remove(key)
         return found
 
     def abort(self, keys: Sequence[str]) -> None:
@@ -350,23 +349,3 @@ def _map_kv_pool() -> int:
     for data in pool:
         cumem.create_and_map(data.handle)
     return sum(data.handle[1] for data in pool)
-
-
-def _sampler(runner: Any, table: SampleTable) -> nn.Module:
-    """vLLM's sampler with its drawing replaced: seeds at no cost, log-probs of what was drawn, no noise of vocabulary size."""
-    from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-    from vllm.v1.sample.sampler import Sampler
-
-    class KeyedSampler(Sampler):
-        def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = runner.input_batch
-            keys = batch.req_ids
-            seeds = np.fromiter((table.seeds.get(k, 0) for k in keys), np.uint64, len(keys))
-            uniform = torch.from_numpy(uniforms(seeds, batch.num_tokens_no_spec[: len(keys)]))
-            if logits.is_cuda:
-                uniform = uniform.pin_memory().to(logits.device, non_blocking=True)
-            tokens, log_probs = draw_mixed(logits, [table.kinds.get(k, _PLAIN) for k in keys], uniform)
-            ids = tokens.to(torch.int32)[:, None]
-            return SamplerOutput(ids, LogprobsTensors(ids, log_probs[:, None], torch.zeros_like(ids[:, 0])))
-
-    return KeyedSampler()

@@ -67,10 +67,13 @@ class SampleTable:
     def __init__(self) -> None:
         self.seeds: dict[str, int] = {}
         self.kinds: dict[str, Kind] = {}
+        self.added = 0
+        """How many samples ever were: a key may come again with another seed."""
 
     def add(self, key: str, seed: int, kind: Kind) -> None:
         """Register a sample before it is handed to vLLM."""
         self.seeds[key], self.kinds[key] = seed % 2**64, kind
+        self.added += 1
 
     def remove(self, key: str) -> None:
         """Forget a finished sample."""
