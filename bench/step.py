@@ -247,7 +247,8 @@ def trl(args: argparse.Namespace) -> None:
             beta=0.0,
             disable_tqdm=True,
             dataloader_pin_memory=False,
-            generation_kwargs={} if args.end else {"min_new_tokens": args.new_tokens},
+            generation_kwargs={} if args.end else {"ignore_eos": True} if args.trl_vllm else {"min_new_tokens": args.new_tokens},
+            **({"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128 + args.new_tokens} if args.trl_vllm else {}),
             model_init_kwargs={"dtype": args.trl_weights, "attn_implementation": args.trl_attention},
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
@@ -289,6 +290,7 @@ def main() -> None:
     parser.add_argument("--trl-micro", type=int, default=16)
     parser.add_argument("--trl-attention", default="sdpa", choices=["sdpa", "eager"])
     parser.add_argument("--trl-weights", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--trl-vllm", action="store_true", help="TRL with vLLM in its process, where that installs")
     parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--lr", type=float, default=1e-5)

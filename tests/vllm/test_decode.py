@@ -17,7 +17,7 @@ def tight(llama, build, trainer, connect):
 
 
 def _counted(engine, asked):
-    """Samples by (request, index), the tokens that each step computed, and the blocks that are free afterwards."""
+    """Samples of two rounds, the tokens that each step computed, and the blocks that are free afterwards."""
     engine.weights_updated(engine.version)
     counts, scheduler = [], engine.core._scheduler
     schedule = scheduler.schedule
@@ -26,7 +26,8 @@ def _counted(engine, asked):
     longer = [Request(r.id, (*r.tokens, *found[r.id, 0].tokens), r.seeds, r.sampling) for r in asked[:2]]
     after = generate(engine, longer)  # as many turns do: prompt and response are found in the cache
     scheduler.schedule = schedule
-    return {k: (s.tokens, s.log_probs) for k, s in (found | after).items()}, counts, scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    samples = [{k: (s.tokens, s.log_probs) for k, s in some.items()} for some in (found, after)]
+    return samples, counts, scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 def test_steps_inside_a_block_ask_for_nothing(tight, monkeypatch):
