@@ -10,7 +10,7 @@ from jackfield.algorithm import Algorithm, AlgorithmConfig, LossOutput
 from jackfield.batch import Batch
 from jackfield.components import ComponentConfig, Outputs
 from jackfield.functional import log_ratio
-from jackfield.schedule import Schedule
+from jackfield.schedule import NonNegative
 
 
 def clipped_surrogate(
@@ -30,9 +30,9 @@ def clipped_surrogate(
 class ClippedConfig(AlgorithmConfig):
     """Settings of algorithms whose loss is PPO's clipped surrogate."""
 
-    clip_low: Schedule = 0.2
+    clip_low: NonNegative = 0.2
     """The ratio pi / pi_old earns nothing below 1 - `clip_low`."""
-    clip_high: Schedule = 0.2
+    clip_high: NonNegative = 0.2
     """The ratio pi / pi_old earns nothing above 1 + `clip_high`."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Most that a token of negative advantage may count, as a factor on it (dual-clip PPO); None: no bound."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import jackfield_estimators as F
 from jackfield import Batch, LossOutput, Outputs
-from jackfield.schedule import Schedule
+from jackfield.schedule import NonNegative
 from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
@@ -29,9 +29,9 @@ class CISPO(GroupAlgorithm):
     class Config(GroupConfig):
         """Settings of CISPO."""
 
-        clip_low: Schedule = 1.0
+        clip_low: NonNegative = 1.0
         """Smallest weight is 1 - `clip_low`; 1: no lower bound."""
-        clip_high: Schedule = 4.0
+        clip_high: NonNegative = 4.0
         """Largest weight is 1 + `clip_high`."""
 
     config: Config

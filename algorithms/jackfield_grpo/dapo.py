@@ -19,7 +19,7 @@ from pydantic import Field
 import jackfield_estimators as F
 from jackfield import Batch, Needs, hookimpl
 from jackfield.errors import ConfigError
-from jackfield.schedule import Schedule
+from jackfield.schedule import NonNegative
 from jackfield_estimators import ClippedAlgorithm, ClippedConfig
 
 
@@ -34,7 +34,7 @@ class DAPO(ClippedAlgorithm):
     class Config(ClippedConfig):
         """Settings of DAPO."""
 
-        clip_high: Schedule = 0.28
+        clip_high: NonNegative = 0.28
         """The ratio pi / pi_old earns nothing above 1 + `clip_high`."""
         eps: float = Field(default=1e-6, ge=0)
         """Added to the group's standard deviation."""

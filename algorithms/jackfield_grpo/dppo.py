@@ -18,7 +18,7 @@ from torch import Tensor
 
 import jackfield_estimators as F
 from jackfield import Batch, LossOutput, Outputs
-from jackfield.schedule import Schedule
+from jackfield.schedule import NonNegative
 from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
@@ -47,9 +47,9 @@ class DPPO(GroupAlgorithm):
         """Whose log-probs are the centre of the trust region: by default the engine's own."""
         divergence: Literal["tv", "kl"] = "tv"
         """Measure of the distance: total variation, or KL."""
-        clip_low: Schedule = 0.2
+        clip_low: NonNegative = 0.2
         """Divergence beyond which a token of negative advantage gets no gradient; for `kl` 0.05 is a usual value."""
-        clip_high: Schedule = 0.2
+        clip_high: NonNegative = 0.2
         """Divergence beyond which a token of positive advantage gets no gradient."""
         ratio_max: float = Field(default=20.0, gt=1)
         """Largest importance weight."""

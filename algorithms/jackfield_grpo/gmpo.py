@@ -15,7 +15,7 @@ from torch import Tensor
 import jackfield_estimators as F
 from jackfield import Batch, LossOutput, Outputs
 from jackfield.algorithm import Reduction
-from jackfield.schedule import Schedule
+from jackfield.schedule import NonNegative
 from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
@@ -39,9 +39,9 @@ class GMPO(GroupAlgorithm):
 
         reduction: Reduction = "seq-mean-token-mean"
         """How per-token losses become one number; this one gives the paper's mean over samples."""
-        clip_low: Schedule = 0.4
+        clip_low: NonNegative = 0.4
         """Smallest log-ratio of a token is -`clip_low`."""
-        clip_high: Schedule = 0.4
+        clip_high: NonNegative = 0.4
         """Largest log-ratio of a token."""
 
     config: Config

@@ -15,7 +15,7 @@ from torch import Tensor
 import jackfield_estimators as F
 from jackfield import Batch, LossOutput, Outputs
 from jackfield.algorithm import Reduction
-from jackfield.schedule import Schedule
+from jackfield.schedule import NonNegative
 from jackfield_estimators import GroupAlgorithm, GroupConfig
 
 
@@ -37,9 +37,9 @@ class GSPO(GroupAlgorithm):
 
         reduction: Reduction = "seq-mean-token-mean"
         """How per-token losses become one number; the paper's mean over samples."""
-        clip_low: Schedule = 3e-4
+        clip_low: NonNegative = 3e-4
         """The sequence's ratio earns nothing below 1 - `clip_low`."""
-        clip_high: Schedule = 4e-4
+        clip_high: NonNegative = 4e-4
         """The sequence's ratio earns nothing above 1 + `clip_high`."""
 
     config: Config

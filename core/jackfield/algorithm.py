@@ -12,7 +12,7 @@ from torch import Tensor
 from jackfield import functional as F
 from jackfield.components import Component, ComponentConfig, OutputRequest, Outputs
 from jackfield.hookspecs import hookimpl
-from jackfield.schedule import Schedule, at
+from jackfield.schedule import NonNegative, Schedule, at
 
 if TYPE_CHECKING:
     from jackfield.batch import Batch
@@ -24,7 +24,7 @@ Reduction = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-t
 class KLConfig(ComponentConfig):
     """Penalty for leaving the reference policy (docs/algorithms/kl.md)."""
 
-    coef: Schedule = 0.0
+    coef: NonNegative = 0.0
     """Coefficient beta; 0 needs no reference policy."""
     place: Literal["loss", "reward"] = "loss"
     """Add it to the per-token loss, or subtract it from the reward of each token."""

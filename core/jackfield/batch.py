@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -128,44 +128,35 @@ class Batch(TensorClass):
         """A shallow copy with more extras."""
         return self.replace(extras=self.extras.clone(recurse=False).update(tensors))
 
+    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Batch:
+        """A shallow copy with every tensor [B, T, ...], extras among them, as `change` of its name and itself gives it."""
+        full = self.tokens.shape
+
+        def changed(items: Any) -> dict[str, Tensor]:
+            whole = [(n, v) for n, v in items if isinstance(v, Tensor) and v.shape[:2] == full]
+            return {n: new for n, v in whole if (new := change(n, v)) is not v}
+
+        return self.replace(**changed(self.items())).with_extras(**changed(self.extras.items()))
+
     def clean(self) -> Batch:
         """A shallow copy whose float [B, T] fields hold 0 outside `loss_mask`, so that what stands there, NaN included, cannot matter."""
         mask = self.loss_mask
-
-        def cleaned(items: Any) -> dict[str, Tensor]:
-            floats = {n: v for n, v in items if isinstance(v, Tensor) and v.shape == mask.shape and v.is_floating_point()}
-            return {n: torch.where(mask, v, 0) for n, v in floats.items()}
-
-        return self.replace(**cleaned(self.items())).with_extras(**cleaned(self.extras.items()))
+        return self._map(lambda _, v: torch.where(mask, v, 0) if v.is_floating_point() and v.shape == mask.shape else v)
 
     def trim(self) -> Batch:
         """The same samples without the columns that are padding in all of them."""
         width = int(self.lengths.max()) if len(self) else 0
-        full = self.tokens.shape
-        if width == full[1]:
-            return self
-
-        def cut(value: Any) -> Any:
-            return value[:, :width] if isinstance(value, Tensor) and value.shape[:2] == full else value
-
-        fields = {n: cut(v) for n, v in self.items() if isinstance(v, Tensor)}
-        return self.replace(**fields).with_extras(**{n: cut(v) for n, v in self.extras.items()})
+        return self if width == self.tokens.shape[1] else self._map(lambda _, v: v[:, :width])
 
     def pad_to(self, width: int) -> Batch:
         """The same samples with padding columns up to `width` (zeros, False; version -1)."""
-        full = self.tokens.shape
-        extra = width - full[1]
-        if extra <= 0:
-            return self
+        extra = width - self.tokens.shape[1]
 
-        def pad(name: str, value: Any) -> Any:
-            if isinstance(value, Tensor) and value.shape[:2] == full:
-                shape = (full[0], extra, *value.shape[2:])
-                return torch.cat([value, value.new_full(shape, -1 if name == "versions" else 0)], dim=1)
-            return value
+        def padded(name: str, value: Tensor) -> Tensor:
+            columns = value.new_full((len(value), extra, *value.shape[2:]), -1 if name == "versions" else 0)
+            return torch.cat([value, columns], dim=1)
 
-        fields = {n: pad(n, v) for n, v in self.items() if isinstance(v, Tensor)}
-        return self.replace(**fields).with_extras(**{n: pad(n, v) for n, v in self.extras.items()})
+        return self if extra <= 0 else self._map(padded)
 
     @staticmethod
     def concat(parts: Sequence[Batch]) -> Batch:

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
+import platform
 import random
 import shutil
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from jackfield import recorded
-from jackfield.errors import CheckpointError
+from jackfield.errors import CheckpointError, ConfigError
 from jackfield.run import Run
+
+
+def claim(run_dir: Path) -> TextIO:
+    """Make the run's folder and keep other processes out of it until the file is closed; what a killed run left half written goes.
+
+    Raises ConfigError where another process is in it. The kernel frees the lock when its process ends, killed or not; processes forked
+    from it do not hold it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / "lock").open("a+")
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = (run_dir / "lock").read_text()
+        raise ConfigError(f"{run_dir} is in use by a live run, {holder}: choose another dir, or end that run first") from error
+    except OSError as error:
+        raise ConfigError(f"{run_dir} cannot be used as the run's folder ({error}): choose another dir") from error
+    for stale in (run_dir / "checkpoints").glob(".partial-*"):
+        shutil.rmtree(stale)
+    lock.truncate(0)
+    print(f"process {os.getpid()} on {platform.node()}", end="", file=lock, flush=True)
+    return lock
 
 
 def save(run: Run) -> Path:

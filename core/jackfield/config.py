@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from jackfield.components import ComponentConfig
-from jackfield.errors import ConfigError
-from jackfield.schedule import Ramp
+from jackfield.errors import ConfigError, nearest
+from jackfield.schedule import NonNegative
 
 
 class ComponentSpec(ComponentConfig):
@@ -23,16 +22,14 @@ class ComponentSpec(ComponentConfig):
     options: dict[str, Any] = {}
     """The component's own settings (written beside `name`)."""
 
-
-def _spec(value: Any) -> Any:
-    if isinstance(value, str):
-        return {"name": value}
-    if isinstance(value, dict) and "name" in value and "options" not in value:
-        return {"name": value["name"], "options": {k: v for k, v in value.items() if k != "name"}}
-    return value
-
-
-Spec = Annotated[ComponentSpec, BeforeValidator(_spec)]
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        value = {"name": value} if isinstance(value, str) else value
+        if isinstance(value, dict) and "options" not in value:
+            own = {k: v for k, v in value.items() if k in cls.model_fields}
+            value = {**own, "options": {k: v for k, v in value.items() if k not in own}}
+        return value
 
 
 class PlacedSpec(ComponentSpec):
@@ -42,13 +39,6 @@ class PlacedSpec(ComponentSpec):
     """Workers of its own, one a GPU; default: none. An engine then shares the policy's, a reward runs on the controller."""
     colocate: str | None = None
     """Share the workers of this role (its name)."""
-
-
-def _lift(value: Any, names: Sequence[str]) -> Any:
-    if not isinstance(value, dict) or not isinstance(value.get("options", {}), dict):
-        return value
-    options = dict(value.get("options", {}))
-    return {**value, **{k: options.pop(k) for k in names if k in options}, "options": options}
 
 
 class RewardSpec(PlacedSpec):
@@ -64,10 +54,11 @@ class RewardSpec(PlacedSpec):
     """Batches in a row of which more than half could not be scored: then the run stops."""
 
 
-def _reward(value: Any) -> Any:
-    value = _lift(_spec(value), ("weight", "label", "deadline", "max_failures", "gpus", "colocate"))
-    if isinstance(value, dict) and isinstance(options := value.get("options", {}), dict):
-        value = {"label": str(options.get("function", value.get("name"))).rpartition(":")[2], **value}
+def _labelled(value: Any) -> Any:
+    value = {"name": value} if isinstance(value, str) else value
+    if isinstance(value, dict):
+        chosen = value.get("options", value).get("function", value.get("name"))
+        value = {"label": str(chosen).rpartition(":")[2], **value}
     return value
 
 
@@ -89,15 +80,15 @@ def _model(value: Any) -> Any:
 class OptimizerConfig(ComponentConfig):
     """AdamW; the same meaning on every backend."""
 
-    lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Ramp = 1e-6
+    lr: NonNegative = 1e-6
     """Learning rate, by optimizer step."""
     warmup: int = Field(default=0, ge=0)
     """Optimizer steps over which the rate rises linearly from 0."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay of the first and second moments."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled decay of matrices; vectors (norms, biases) are never decayed."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this; `.inf` never clips."""
@@ -108,7 +99,7 @@ class RoleConfig(ComponentConfig):
 
     model: Annotated[ModelConfig | None, BeforeValidator(_model)] = None
     """Model; reference and critic default to the policy's."""
-    backend: Spec | None = None
+    backend: ComponentSpec | None = None
     """Training backend with its layout; reference and critic default to the policy's; the policy to `torch`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """What a critic leaves unset is the policy's; unused for a reference."""
@@ -123,7 +114,7 @@ class RoleConfig(ComponentConfig):
 class SamplingConfig(ComponentConfig):
     """How responses are sampled. Training log-probs are meant under the same distribution."""
 
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Divides the logits; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Keep the smallest set of tokens whose probability reaches this."""
@@ -131,7 +122,7 @@ class SamplingConfig(ComponentConfig):
     """Keep this many most likely tokens; 0 keeps all."""
     max_new_tokens: int = Field(default=256, gt=0)
     """Longest response, in tokens."""
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end a response, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Sample up to `max_new_tokens` whatever comes (benchmarks)."""
@@ -168,7 +159,7 @@ class RunConfig(ComponentConfig):
 
     dir: Path = Path("runs/run")
     """The run's folder: metrics, checkpoints, the resolved config."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of everything random."""
     steps: int = Field(default=100, ge=0)
     """Training steps."""
@@ -178,30 +169,30 @@ class RunConfig(ComponentConfig):
     """The frozen reference; used only if the algorithm needs it."""
     critic: RoleConfig = RoleConfig()
     """The value model; used only if the algorithm needs it."""
-    engine: Annotated[PlacedSpec, BeforeValidator(lambda value: _lift(_spec(value), ("gpus", "colocate")))] = PlacedSpec(name="hf")
+    engine: PlacedSpec = PlacedSpec(name="hf")
     """Generates the responses."""
     share_memory: bool = False
     """On a shared GPU: the engine gives its KV cache's memory to the trainer for the update, the trainer its optimizer states' to
     the engine for the rollout. Costs the time of moving them; off where both fit."""
-    rollout: Spec = ComponentSpec(name="single_turn")
+    rollout: ComponentSpec = ComponentSpec(name="single_turn")
     """Turns prompts into samples."""
     sampling: SamplingConfig = SamplingConfig()
     """How to sample."""
-    algorithm: Spec
+    algorithm: ComponentSpec
     """Advantages and losses."""
-    rewards: list[Annotated[RewardSpec, BeforeValidator(_reward)]] = []
+    rewards: list[Annotated[RewardSpec, BeforeValidator(_labelled)]] = []
     """Scores of a sample; their weighted sum is its reward."""
-    dataset: Spec
+    dataset: ComponentSpec
     """Prompts."""
     batch: BatchConfig = BatchConfig()
     """Size of a step."""
-    launcher: Spec = ComponentSpec(name="local")
+    launcher: ComponentSpec = ComponentSpec(name="local")
     """Where workers run."""
-    transport: Spec = ComponentSpec(name="auto")
+    transport: ComponentSpec = ComponentSpec(name="auto")
     """How weights reach the engine."""
-    trackers: list[Spec] = [ComponentSpec(name="console")]
+    trackers: list[ComponentSpec] = [ComponentSpec(name="console")]
     """Where metrics are shown, beside the run's metrics.jsonl."""
-    hooks: list[Spec] = []
+    hooks: list[ComponentSpec] = []
     """Further hook plugins."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
@@ -222,29 +213,42 @@ def role_config(config: RunConfig, role: str) -> RoleConfig:
     return own.model_copy(update={"model": model, "backend": backend, "optimizer": optimizer})
 
 
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> ConfigError:
-    """The first problem of a validation error on one line: the field, the cause, the way out."""
-    problem = error.errors(include_url=False)[0]
-    names = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "union", "list["))]
-    field, more = ".".join(names), f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+def explain(error: ValidationError, model: type[BaseModel], where: str, plugin: str = "") -> ConfigError:
+    """The first problem of a validation error on one line: the field, the cause, the way out.
+
+    Where the field can be several things, pydantic tells why it is none of them; the one that got furthest is the one that was meant.
+    """
+    found = [(*_place(problem, model), problem) for problem in error.errors(include_url=False)]
+    same = [item for item in found if item[0][: len(found[0][0])] == found[0][0]]
+    names, known, problem = max(same, key=lambda item: (len(item[0]), item[2]["type"] in ("extra_forbidden", "value_error")))
+    others = {name for name, *_ in found if name != names[: len(name)]}
+    field, more = ".".join(names), f" (and {len(others)} more)" if others else ""
     if problem["type"] == "extra_forbidden":
-        known = _fields_at(model, names[:-1])
-        near = difflib.get_close_matches(names[-1], known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+        hint = nearest(names[-1], known, f"known fields: {', '.join(known) or 'none'}")
         return ConfigError(f"{where}: unknown field {field!r}; {hint}{more}")
     if problem["type"] == "missing":
-        return ConfigError(f"{where}: field {field!r} is missing{more}")
+        way_out = f"write {{name: {plugin}, {names[0]}: ...}} in the config" if plugin else "`jackfield config` says what it means"
+        return ConfigError(f"{where}: field {field!r} is missing; {way_out}{more}")
     return ConfigError(f"{where}: {field + ': ' if field else ''}{problem['msg']}, but got {problem['input']!r}{more}")
 
 
-def _fields_at(model: Any, path: Sequence[str]) -> list[str]:
-    for name in path:
-        field = model.model_fields.get(name)
-        if field is None:
-            break
-        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), model)
-    return list(model.model_fields)
+def _place(problem: Any, model: Any) -> tuple[tuple[str, ...], list[str]]:
+    """The names that lead to a problem, without pydantic's labels of validators and alternatives, and the fields known at the last."""
+    names, models = list[str](), [model]
+    for part in problem["loc"]:
+        owner = next((m for m in models if part in m.model_fields), None)
+        if owner or isinstance(part, int):
+            names.append(str(part))
+            models = _models(owner.model_fields[part].annotation) if owner and part != problem["loc"][-1] else models
+        else:
+            models = [m for m in models if m.__name__ == part] or models
+    last = [problem["loc"][-1]] if problem["type"] == "extra_forbidden" else []
+    return (*names, *last), list(models[0].model_fields) if models else []
+
+
+def _models(annotation: Any) -> list[Any]:
+    own = [annotation] if isinstance(annotation, type) and hasattr(annotation, "model_fields") else []
+    return own + [model for inner in get_args(annotation) for model in _models(inner)]
 
 
 def load_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -278,9 +282,7 @@ def _override(tree: Any, item: str, parse: Callable[[list[str]], Any]) -> None:
     if not equals or not field:
         raise ConfigError(f"override {item!r} is not of the form field.subfield=value")
     for name in parents:
-        key: Any = int(name) if isinstance(tree, list) and name.isdigit() and int(name) < len(tree) else name
-        if isinstance(tree, list) and key == name:
-            raise ConfigError(f"override {item!r}: {name!r} is no index below {len(tree)}")
+        key = _key(tree, name, item)
         below = tree[key] if isinstance(tree, list) else tree.get(key)
         if isinstance(below, str):
             below = {"path" if name == "model" else "name": below}
@@ -288,7 +290,15 @@ def _override(tree: Any, item: str, parse: Callable[[list[str]], Any]) -> None:
         if not isinstance(below, dict | list):
             raise ConfigError(f"override {item!r}: {name!r} is {below!r}, which has no fields")
         tree = below
-    tree[int(last) if isinstance(tree, list) and last.isdigit() else last] = parse([f"value={text}"])["value"]
+    tree[_key(tree, last, item)] = parse([f"value={text}"])["value"]
+
+
+def _key(tree: Any, name: str, item: str) -> Any:
+    if isinstance(tree, dict):
+        return name
+    if not name.isdigit() or int(name) >= len(tree):
+        raise ConfigError(f"override {item!r}: {name!r} is no index below {len(tree)}")
+    return int(name)
 
 
 def _locate(value: Any, folder: Path) -> Any:

@@ -1,5 +1,10 @@
 """Errors that a user or a plugin author can act on: one line naming the culprit, the cause and the way out."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class JackfieldError(Exception):
     """Base of every error raised on purpose; the command line prints it on one line and exits with code 2."""
@@ -31,3 +36,9 @@ class ScoreError(Exception):
 
 class JackfieldRemovedIn1Warning(DeprecationWarning):
     """Something of the public surface goes with release 1.0; `@typing_extensions.deprecated("use ...", category=...)` gives it."""
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
+    """`did you mean ...?` with up to `most` known names that a mistyped one is near to; `otherwise` where none is."""
+    near = difflib.get_close_matches(name, sorted(set(known)), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else otherwise

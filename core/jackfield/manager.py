@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import pluggy
 
 from jackfield import results
-from jackfield.errors import JackfieldError, PluginError
+from jackfield.errors import JackfieldError, PluginError, nearest
 from jackfield.hookspecs import Hooks
 
 
@@ -48,8 +47,7 @@ class PluginManager(pluggy.PluginManager):
         for plugin in self.get_plugins():
             for caller in self.get_hookcallers(plugin) or ():
                 if not caller.has_spec() and not all(i.optionalhook for i in caller.get_hookimpls()):
-                    near = difflib.get_close_matches(caller.name, [n for n in vars(Hooks) if not n.startswith("_")], n=1)
-                    hint = f"did you mean {near[0]!r}?" if near else "see docs/hooks for the hooks there are"
+                    hint = nearest(caller.name, [n for n in vars(Hooks) if not n.startswith("_")], "see docs/hooks for the hooks there are")
                     raise PluginError(f"plugin {self.get_name(plugin)!r} implements an unknown hook {caller.name!r}; {hint}")
 
     @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield import JACKFIELD_API, OLDEST_API
-from jackfield.errors import PluginError
+from jackfield.errors import PluginError, nearest
 
 if TYPE_CHECKING:
     from jackfield.config import ComponentSpec
@@ -72,26 +71,23 @@ def find(kind: str, name: str) -> Entry:
         ways = " or ".join(f"{e.distribution}/{e.name}" for e in matches)
         raise PluginError(f"{kind} {name!r} is provided by {owners}: say {ways}")
     names = sorted({e.name for e in installed})
-    near = difflib.get_close_matches(short, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"installed: {', '.join(names) or 'none'}"
+    hint = nearest(short, names, f"installed: {', '.join(names) or 'none'}", most=3, cutoff=0.5)
     raise PluginError(f"no {kind} is called {name!r}; {hint} (`jackfield plugins` lists all; path/to/file.py:Class works too)")
 
 
 def load(kind: str, name: str) -> Any:
     """The object behind a name, imported: entry point, `file.py:Object` or `module:Object`. Raises PluginError."""
     module_name, colon, attribute = name.rpartition(":")
+    entry = None if colon else find(kind, name)
+    source = str(entry or f"{kind} {name!r}")
     try:
-        if not colon:
-            entry = find(kind, name)
-            source, found = str(entry), entry.point.load()
+        if entry:
+            found = entry.point.load()
         else:
-            source = f"{kind} {name!r}"
             module = _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
             found = getattr(module, attribute)
-    except PluginError:
-        raise
     except Exception as error:
-        raise PluginError(_import_message(kind, name, error)) from error
+        raise PluginError(f"{source} cannot be imported: {type(error).__name__}: {error}{_extra(entry, error)}") from error
     return found if kind == "command" else _checked(kind, source, found)
 
 
@@ -112,30 +108,26 @@ def _import_file(path: Path) -> Any:
     return sys.modules[name]
 
 
-def _import_message(kind: str, name: str, error: Exception) -> str:
-    where = str(find(kind, name)) if ":" not in name else f"{kind} {name!r}"
-    message = f"{where} cannot be imported: {type(error).__name__}: {error}"
-    if isinstance(error, ModuleNotFoundError) and error.name and ":" not in name:
-        missing, dist = error.name.split(".")[0].replace("_", "-").lower(), find(kind, name).distribution
-        for requirement in distribution(dist).requires or ():
+def _extra(entry: Entry | None, error: Exception) -> str:
+    """How to install the extra of a plugin's distribution that holds the module whose absence is the error; empty where none does."""
+    if entry and isinstance(error, ModuleNotFoundError) and error.name:
+        missing = error.name.split(".")[0].replace("_", "-").lower()
+        for requirement in distribution(entry.distribution).requires or ():
             extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", requirement)
             if extra and requirement.lower().replace("_", "-").startswith(missing):
-                return f"{message}; install it with: pip install '{dist}[{extra[1]}]'"
-    return message
+                return f"; install it with: pip install '{entry.distribution}[{extra[1]}]'"
+    return ""
 
 
 def _checked(kind: str, source: str, found: Any) -> Any:
-    from jackfield import components as C
+    from jackfield import algorithm, components
 
     api = getattr(found, "api", JACKFIELD_API)
     if not OLDEST_API <= api <= JACKFIELD_API:
         spoken = f"{source} needs plugin API {api}, this jackfield speaks {OLDEST_API} to {JACKFIELD_API}"
         raise PluginError(f"{spoken}: upgrade {'jackfield' if api > JACKFIELD_API else 'the plugin'}")
-    base = {c.kind: c for c in vars(C).values() if isinstance(c, type) and issubclass(c, C.Component) and hasattr(c, "kind")}.get(kind)
-    if kind == "algorithm":
-        from jackfield.algorithm import Algorithm
-
-        base = Algorithm
+    bases = [*vars(components).values(), algorithm.Algorithm]
+    base = next((c for c in bases if isinstance(c, type) and issubclass(c, components.Component) and getattr(c, "kind", "") == kind), None)
     if base is None or (kind == "reward" and not isinstance(found, type)):
         return found
     if not (isinstance(found, type) and issubclass(found, base)):
@@ -164,5 +156,5 @@ def build(kind: str, spec: ComponentSpec) -> Any:
     try:
         config = found.Config(**options)
     except ValidationError as error:
-        raise explain(error, found.Config, f"{kind} {spec.name!r}") from error
+        raise explain(error, found.Config, f"{kind} {spec.name!r}", spec.name) from error
     return found(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from jackfield.components import ComponentConfig
 
@@ -23,8 +23,16 @@ class Ramp(ComponentConfig):
     """Path between the two."""
 
 
+def _never_below_zero(ramp: Ramp) -> Ramp:
+    if min(ramp.start, ramp.end) < 0:
+        raise ValueError("Ramp should not go below 0")
+    return ramp
+
+
 Schedule = Annotated[float, Field(allow_inf_nan=False)] | Ramp
 """A constant, or a ramp."""
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Annotated[Ramp, AfterValidator(_never_below_zero)]
+"""A schedule that never falls below 0: a learning rate, a clip ratio."""
 
 
 def at(schedule: Schedule, step: int) -> float:

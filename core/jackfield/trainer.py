@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from jackfield import checkpoint, recorded, registry, runner
 from jackfield.components import WorkerContext
 from jackfield.config import ComponentSpec, RunConfig
-from jackfield.errors import ConfigError, WorkerError
+from jackfield.errors import ConfigError, WorkerError, nearest
 from jackfield.manager import PluginManager
 from jackfield.rewards import PlacedReward, RewardHook
 from jackfield.roles import Policy, Role
@@ -31,6 +29,8 @@ class Trainer:
         self.launcher = registry.build("launcher", config.launcher)
         prompts = PromptStream(registry.build("dataset", config.dataset), config.seed)
         self.run = Run(config, manager, algorithm, prompts)
+        self.lock: TextIO | None = None
+        self.named: list[str] = []
         self._register("metrics.jsonl", registry.build("tracker", ComponentSpec(name="jsonl")))
         self._register(config.algorithm.name, algorithm)
         self._register(config.rollout.name, registry.build("rollout", config.rollout))
@@ -43,18 +43,21 @@ class Trainer:
             self._register(f"hooks of reward {label}", component)
         for kind, specs in (("tracker", config.trackers), ("hooks", config.hooks)):
             for spec in specs:
-                if spec.name not in config.disabled:
-                    self._register(spec.name, registry.build(kind, spec))
+                self._register(spec.name, None if spec.name in config.disabled else registry.build(kind, spec))
         manager.check()
         self._check()
         self.run.plugins = recorded.plugins(manager)
         manager.hook.configure(run=self.run)
 
     def _register(self, name: str, plugin: Any) -> None:
+        self.named.append(name)
         if name not in self.config.disabled:
             self.run.manager.register(plugin, name)
 
     def _check(self) -> None:
+        for absent in sorted({*self.config.disabled} - {*self.named}):
+            hint = nearest(absent, self.named, f"it has: {', '.join(self.named)}", cutoff=0.4)
+            raise ConfigError(f"no:{absent} leaves out a plugin that this run does not have; {hint}")
         needs, name = self.run.algorithm.needs, self.config.algorithm.name
         size = self.config.batch.group_size
         if size < needs.min_group_size:
@@ -98,10 +101,15 @@ class Trainer:
             raise
         finally:
             self.launcher.stop()
+            if self.lock:
+                self.lock.close()
         return run
 
     def _start(self) -> None:
         run, config = self.run, self.config
+        if not run.hook.score.get_hookimpls() and not run.hook.step.get_hookimpls():
+            raise ConfigError("nothing scores the samples: name a reward under `rewards` (`jackfield plugins reward` lists them)")
+        self.lock = checkpoint.claim(config.dir) if config.dir.exists() else None
         random.seed(config.seed)
         torch.manual_seed(config.seed)
         needs = run.algorithm.needs
@@ -118,14 +126,7 @@ class Trainer:
                 hook.reward = PlacedReward(label, groups[label])
             else:
                 hook.reward.setup(WorkerContext(label, torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.seed))
-        try:
-            config.dir.mkdir(parents=True, exist_ok=True)
-            (config.dir / "config.json").write_text(config.model_dump_json(indent=1))
-            (config.dir / "plugins.json").write_text(json.dumps(run.plugins, indent=1))
-        except OSError as error:
-            raise ConfigError(f"{config.dir} cannot be used as the run's folder ({error}): choose another dir") from error
-        for stale in (config.dir / "checkpoints").glob(".partial-*"):
-            shutil.rmtree(stale)
+        self.lock = self.lock or checkpoint.claim(config.dir)
         found = checkpoint.complete(config.dir)
         resume = config.checkpoint.resume
         if isinstance(resume, Path):

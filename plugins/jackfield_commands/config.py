@@ -7,9 +7,6 @@ from typing import Any
 
 import click
 
-from jackfield.config import RunConfig, load_config, load_raw
-from jackfield_commands.schema import schema
-
 
 @click.command("config")
 @click.argument("config", required=False)
@@ -17,6 +14,9 @@ from jackfield_commands.schema import schema
 @click.option("--schema", "as_schema", is_flag=True, help="Print the JSON schema, for editors; with CONFIG also its plugins' settings.")
 def show_config(config: str | None, overrides: tuple[str, ...], as_schema: bool) -> None:
     """Show every field with its value, where it comes from and what it means."""
+    from jackfield.config import RunConfig, load_config, load_raw
+    from jackfield_commands.schema import schema
+
     values = load_config(config, overrides) if config else None
     if as_schema:
         click.echo(json.dumps(schema(values), indent=1))

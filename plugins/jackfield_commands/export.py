@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from jackfield.config import RunConfig
 from jackfield.errors import CheckpointError, DataError
 
 
@@ -17,6 +16,7 @@ from jackfield.errors import CheckpointError, DataError
 def export(run_folder: Path, out: Path, step: int | None) -> None:
     """Write the policy of a run's checkpoint as a Hugging Face folder OUT."""
     from jackfield import checkpoint
+    from jackfield.config import RunConfig
     from jackfield.roles import Role
     from jackfield.trainer import Trainer
 

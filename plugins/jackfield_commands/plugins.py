@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jackfield import JACKFIELD_API, __version__, registry
-from jackfield.errors import JackfieldError, PluginError
+from jackfield.errors import JackfieldError, PluginError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,13 +29,14 @@ COLUMNS = ("kind", "name", "distribution", "version", "api", "state")
 )
 @click.option("-c", "--config", "config", help="Show instead the hooks of a run with this config, in the order in which they are called.")
 def plugins(words: tuple[str, ...], as_json: bool, verbose: bool, config: str | None) -> None:
-    """List installed plugins, of one KIND or of all; or show one: its settings, hooks and source.
+    """List installed plugins, of one KIND or of all; or show one, which may be a path/to/file.py:Class: its settings, hooks and source.
 
     Column api is the version of the plugin interface, which only the plugin's code says: with -v. Before that it is the range of jackfield
     versions that its distribution asks for.
     """
     if words[:1] == ("show",) and len(words) == 2:
-        click.echo("\n\n".join(_show(entry) for entry in _named(words[1])))
+        found = [_chosen(words[1])] if ":" in words[1] else [_installed(entry) for entry in _named(words[1])]
+        click.echo("\n\n".join(_show(*each) for each in found))
         return
     if len(words) > 1 or (words and words[0] not in registry.KINDS):
         raise JackfieldError(f"there is no kind {' '.join(words)!r}: choose from {', '.join(registry.KINDS)}, or say show NAME")
@@ -98,22 +99,30 @@ def _named(name: str) -> list[Entry]:
     wanted = short if slash and kind in registry.KINDS else name
     found = [e for k in kinds for e in registry.entries(k) if wanted in (e.name, f"{e.distribution}/{e.name}")]
     if not found:
-        import difflib
-
-        names = sorted({e.name for k in kinds for e in registry.entries(k)})
-        near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else "`jackfield plugins` lists all"
+        names = [e.name for k in kinds for e in registry.entries(k)]
+        hint = nearest(wanted, names, "`jackfield plugins` lists all; path/to/file.py:Class works too", most=3, cutoff=0.5)
         raise PluginError(f"no plugin is called {name!r}; {hint}")
     return found
 
 
-def _show(entry: Entry) -> str:
+def _installed(entry: Entry) -> tuple[str, str, str, Any]:
+    loaded = registry.load(entry.kind, f"{entry.distribution}/{entry.name}")
+    return entry.kind, entry.name, f"{entry.distribution} {entry.version}", loaded
+
+
+def _chosen(name: str) -> tuple[str, str, str, Any]:
+    """What a config would get by `file.py:Name` or `module:Name`. Its kind is its base class's; a function is a reward, all else hooks."""
+    loaded = registry.load("hooks", name)
+    kind = getattr(loaded, "kind", "hooks" if isinstance(loaded, type) or not callable(loaded) else "reward")
+    return kind, name, name.rpartition(":")[0], registry.load(kind, name)
+
+
+def _show(kind: str, name: str, source: str, loaded: Any) -> str:
     from jackfield_commands.describe import fields, hooks, where
 
-    loaded = registry.load(entry.kind, f"{entry.distribution}/{entry.name}")
     doc = (loaded.__doc__ or "").strip().split("\n\n")[0].split()
-    lines = [f"{entry.kind} {entry.name}: {' '.join(doc)}"]
-    lines += [f"  from {entry.distribution} {entry.version}, API {getattr(loaded, 'api', JACKFIELD_API)}, {where(loaded)}"]
+    lines = [f"{kind} {name}: {' '.join(doc)}"]
+    lines += [f"  from {source}, API {getattr(loaded, 'api', JACKFIELD_API)}, {where(loaded)}"]
     if found := hooks(loaded):
         lines += [f"  hooks: {', '.join(found)}"]
     config = getattr(loaded, "Config", None)

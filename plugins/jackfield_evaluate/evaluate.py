@@ -8,7 +8,7 @@ from pydantic import Field
 
 from jackfield import registry, stages
 from jackfield.components import Component, ComponentConfig
-from jackfield.config import Spec
+from jackfield.config import ComponentSpec
 from jackfield.hookspecs import hookimpl
 from jackfield.run import PromptStream, Run
 
@@ -19,7 +19,7 @@ class Evaluate(Component):
     class Config(ComponentConfig):
         """What to evaluate on, and when."""
 
-        dataset: Spec
+        dataset: ComponentSpec
         """Held-out rows."""
         every: int = Field(default=10, gt=0)
         """Steps between evaluations."""

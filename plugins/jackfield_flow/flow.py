@@ -51,6 +51,8 @@ class DataFlow(Component):
         A batch that was scored before is scored again and not filled up.
         """
         run, parts, kept = self.run, list[Batch](), 0
+        if not run.hook.score.get_hookimpls():
+            raise ConfigError(f"{type(self).__name__}.forward calls score, but nothing scores the samples: name a reward under `rewards`")
         asked = self._claim(batch)
         wanted, drawn = len(asked), len(asked)
         for draw in range(run.config.batch.max_draws):

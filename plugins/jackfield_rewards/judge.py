@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jackfield import registry
 from jackfield.components import ComponentConfig, Request, Reward, WorkerContext
-from jackfield.config import ComponentSpec, ModelConfig, SamplingConfig, Spec
+from jackfield.config import ComponentSpec, ModelConfig, SamplingConfig
 from jackfield.errors import DataError
 from jackfield_rewards.chat import Remembered, template_of
 
@@ -37,9 +37,9 @@ class JudgeConfig(ComponentConfig):
 
     model: Annotated[ModelConfig, BeforeValidator(_model)]
     """The judge."""
-    engine: Spec = ComponentSpec(name="hf")
+    engine: ComponentSpec = ComponentSpec(name="hf")
     """Engine that generates the grades."""
-    backend: Spec = ComponentSpec(name="torch")
+    backend: ComponentSpec = ComponentSpec(name="torch")
     """Backend that loads the weights; the engine shares its storage where it can."""
     question: str = QUESTION
     """What the judge is asked; `{field}` stands for a field of the row, `{prompt}` and `{response}` among them."""

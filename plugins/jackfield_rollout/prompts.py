@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
 from transformers import AutoConfig, AutoTokenizer
 
 from jackfield.batch import Prompt
@@ -29,7 +30,7 @@ class PromptConfig(ComponentConfig):
     """Jinja file that replaces the tokenizer's chat template."""
     template_options: dict[str, Any] = {}
     """Variables for the template, such as `enable_thinking: false`."""
-    context: int | None = None
+    context: int | None = Field(default=None, gt=0)
     """Most tokens of prompt and response together; default: the model's `max_position_embeddings`."""
     overlong: Literal["error", "drop"] = "error"
     """What happens to a prompt that leaves no room for `sampling.max_new_tokens`: stop, or drop it and count `rollout/overlong`."""

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from jackfield.components import ComponentConfig, Tracker
 from jackfield.hookspecs import hookimpl
 
@@ -19,7 +21,7 @@ class Console(Tracker):
     class Config(ComponentConfig):
         """What to show."""
 
-        every: int = 1
+        every: int = Field(default=1, gt=0)
         """Steps between lines where the output is no terminal."""
         show: tuple[str, ...] = ("reward", "response/length", "kl", "entropy", "grad_norm", "rollout_gap/mean", "time/step")
         """Metrics to show, in this order, as far as they exist."""

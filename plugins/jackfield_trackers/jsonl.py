@@ -1,4 +1,4 @@
-"""Tracker `jsonl`: the run's metrics.jsonl; every run has it."""
+"""Tracker `jsonl`: the run's config.json, plugins.json and metrics.jsonl; every run has it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class JsonLines(Tracker):
-    """Appends one line a step to `metrics.jsonl`; after a resume the lines of steps that will be done again are dropped."""
+    """Writes down what the run is, and appends one line a step to `metrics.jsonl`; after a resume the lines of steps that will be done
+    again are dropped."""
 
     @hookimpl
     def weights_synced(self, run: Run, report: SyncReport) -> None:
@@ -26,7 +27,9 @@ class JsonLines(Tracker):
 
     @hookimpl
     def run_start(self, run: Run) -> None:
-        """Drop lines beyond the step that the run starts from."""
+        """Write the config and the plugins, now that nothing has refused them; drop lines beyond the step that the run starts from."""
+        (run.dir / "config.json").write_text(run.config.model_dump_json(indent=1))
+        (run.dir / "plugins.json").write_text(json.dumps(run.plugins, indent=1))
         path = run.dir / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step(line) <= run.step]

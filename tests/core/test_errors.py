@@ -140,6 +140,18 @@ def test_api_version(name, who):
         ("batch.prompts=0", "batch.prompts: Input should be greater than 0, but got 0"),
         ("sampling.top_p=1.5", "sampling.top_p: Input should be less than or equal to 1, but got 1.5"),
         ("steps", "override 'steps' is not of the form field.subfield=value"),
+        ("rewards.3=exact", "override 'rewards.3=exact': '3' is no index below 1"),
+        ("rewards.first=exact", "override 'rewards.first=exact': 'first' is no index below 1"),
+        ("seed=-1", "seed: Input should be greater than or equal to 0, but got -1"),
+        ("sampling.temperature=.inf", "sampling.temperature: Input should be a finite number, but got inf"),
+        ("sampling.stop_ids=[-1]", "sampling.stop_ids.0: Input should be greater than or equal to 0, but got -1"),
+        ("policy.optimizer.betas=[0.9,1]", "policy.optimizer.betas.1: Input should be less than 1, but got 1"),
+        # A schedule is a number or a ramp: the alternative that was meant is the one that is spoken of.
+        ("policy.optimizer.lr=-1", "policy.optimizer.lr: Input should be greater than or equal to 0, but got -1"),
+        ("policy.optimizer.lr={start: 1, ende: 2}", "unknown field 'policy.optimizer.lr.ende'; did you mean 'end'? (and 2 more)"),
+        ("policy.optimizer.lr={start: 1, end: 2}", "field 'policy.optimizer.lr.steps' is missing"),
+        ("policy.optimizer.lr={start: 1, end: 2, steps: 0}", "policy.optimizer.lr.steps: Input should be greater than 0, but got 0"),
+        ("policy.optimizer.lr={start: -1, end: 2, steps: 3}", "policy.optimizer.lr: Value error, Ramp should not go below 0, but got"),
     ],
 )
 def test_fields(override, wanted):
@@ -169,6 +181,40 @@ def test_a_components_own_field():
 def test_a_components_own_type():
     spec = ComponentSpec(name="grpo", options={"epochs": "many"})
     assert "algorithm 'grpo': epochs: " in message(ConfigError, registry.build, "algorithm", spec)
+
+
+@pytest.mark.parametrize("option", ["clip_low", "clip_high"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "gmpo", "dppo", "ppo"])
+def test_a_clip_ratio_below_zero(name, option):
+    text = message(ConfigError, registry.build, "algorithm", ComponentSpec(name=name, options={option: -0.1}))
+    assert f"algorithm '{name}': {option}: Input should be greater than or equal to 0, but got -0.1" in text
+
+
+def test_a_plugin_that_needs_a_setting():
+    text = message(ConfigError, registry.build, "hooks", ComponentSpec(name="evaluate"))
+    assert text == "hooks 'evaluate': field 'dataset' is missing; write {name: evaluate, dataset: ...} in the config"
+
+
+def test_leaving_out_a_plugin_that_is_not_there(tmp_path):
+    text = message(ConfigError, Trainer, fake_config(tmp_path, trackers=["console"], disabled=["consol"]))
+    assert text == "no:consol leaves out a plugin that this run does not have; did you mean 'console'?"
+    text = message(ConfigError, Trainer, fake_config(tmp_path, disabled=["zzz"]))
+    assert "it has: metrics.jsonl, " in text
+    Trainer(fake_config(tmp_path, trackers=["console"], disabled=["console"]))
+
+
+def test_nothing_that_scores(tmp_path):
+    text = message(ConfigError, fake_run, tmp_path, rewards=[])
+    assert text == "nothing scores the samples: name a reward under `rewards` (`jackfield plugins reward` lists them)"
+    assert not (tmp_path / "metrics.jsonl").exists()
+    fake_run(tmp_path, rewards=[], plugins=[Scores()], steps=1)
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+class Scores:
+    @hookimpl
+    def score(self, run, batch):
+        return {"mine": torch.zeros(len(batch))}
 
 
 def test_group_of_one(tmp_path):

@@ -183,3 +183,8 @@ def test_the_examples_of_the_docs_train(tmp_path, monkeypatch):
     one, two = found
     assert len(one) == 30 and sum(one[-5:]) > 3 * sum(one[:5])
     assert one[0] == two[0] and one[1] != two[1]
+
+
+def test_a_flow_that_nothing_scores_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"DataFlow\.forward calls score, but nothing scores the samples: name a reward"):
+        fake_run(tmp_path, rewards=[], hooks=["flow"])

@@ -125,6 +125,26 @@ def test_verbose_says_why_a_plugin_does_not_load(tmp_path, jackfield):
     assert "hooks: advantage, update" in jackfield("plugins", "algorithm", "-v")
 
 
+def test_help_says_what_each_command_does(tmp_path, jackfield):
+    (tmp_path / "lame.py").write_text("import no_such_module_here\n")
+    distribution(tmp_path, "jackfield-lame", "1.0", {"command": {"lame": "lame:command"}})
+    lines = jackfield("--help", path=tmp_path).split("Commands:")[1]
+    assert "Train as CONFIG says" in lines
+    assert "No module named 'no_such_module_here'" in " ".join(lines.split())
+
+
+def test_show_takes_what_a_config_takes(tmp_path, jackfield):
+    (tmp_path / "mine.py").write_text("def score(record):\n    'Ten points.'\n    return 10\n\n\nclass Watch: ...\n")
+    first = Path(__file__).parents[2] / "examples" / "first_plugin.py"
+    assert jackfield("plugins", "show", f"{first}:LeaveOneOut").startswith(f"algorithm {first}:LeaveOneOut: ")
+    assert "hooks: advantage, update" in jackfield("plugins", "show", f"{first}:LeaveOneOut")
+    assert jackfield("plugins", "show", f"{tmp_path}/mine.py:score").startswith(f"reward {tmp_path}/mine.py:score: Ten points.")
+    assert jackfield("plugins", "show", f"{tmp_path}/mine.py:Watch").startswith(f"hooks {tmp_path}/mine.py:Watch")
+    assert (
+        jackfield("plugins", "show", "jackfield_grpo.grpo:GRPO").splitlines()[2:] == jackfield("plugins", "show", "grpo").splitlines()[2:]
+    )
+
+
 def test_show_gives_settings_with_type_default_and_meaning(jackfield):
     out = jackfield("plugins", "show", "grpo")
     assert "algorithm grpo: " in out

@@ -1,0 +1,39 @@
+"""`jackfield train`: a run from a config file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("config")
+@click.argument("overrides", nargs=-1)
+@click.option("-p", "plugins", multiple=True, metavar="NAME", help="Add hook plugin NAME for this run; no:NAME leaves one out.")
+@click.option("--trace-hooks", is_flag=True, help="End with the time spent in each plugin's hooks.")
+def train(config: str, overrides: tuple[str, ...], plugins: tuple[str, ...], trace_hooks: bool) -> None:
+    """Train as CONFIG says; OVERRIDES are field.subfield=value."""
+    from jackfield.config import load_config
+
+    settings = load_config(config, overrides, plugins)
+    from jackfield.trainer import Trainer
+
+    run = Trainer(settings).train()
+    if summary := _reward(run.dir / "metrics.jsonl"):
+        click.echo(summary)
+    click.echo(f"run folder: {run.dir}")
+    if trace_hooks:
+        for (plugin, hook), seconds in sorted(run.manager.seconds.items(), key=lambda item: -item[1]):
+            click.echo(f"{seconds:10.3f} s  {hook:16s} {plugin}")
+
+
+def _reward(metrics: Path) -> str:
+    """The mean reward at the start and at the end of a run; empty where it took no step."""
+    history = [json.loads(line)["reward"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    if not history:
+        return ""
+    tenth = max(len(history) // 10, 1)
+    first, last = (sum(rows) / tenth for rows in (history[:tenth], history[-tenth:]))
+    return f"reward: {first:.3f} in the first tenth of {len(history)} steps, {last:.3f} in the last"
