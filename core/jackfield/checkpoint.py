@@ -14,7 +14,6 @@ from typing import TextIO
 
 import torch
 
-from jackfield import recorded
 from jackfield.errors import CheckpointError, ConfigError
 from jackfield.run import Run
 
@@ -55,14 +54,15 @@ def save(run: Run) -> Path:
                 getattr(run, name).save(partial / name)
         run.hook.checkpoint_save(run=run, folder=partial)
         torch.save({"torch": torch.get_rng_state(), "python": random.getstate()}, partial / "rng.pt")
-        state = {"step": run.step, "drawn": run.prompts.drawn, "algorithm": run.algorithm.state_dict(), "plugins": run.plugins}
+        state = {"step": run.step, "drawn": run.prompts.drawn, "algorithm": run.algorithm.state_dict()}
         (partial / "run.json").write_text(json.dumps(state, indent=1))
         _sync_to_disk(partial)
         partial.rename(final)
         _sync_to_disk(home)
-    except (OSError, RuntimeError, CheckpointError) as error:
+    except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"checkpoint {final} cannot be written: {error}; the earlier ones are untouched") from error
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"checkpoint {final} cannot be written: {cause}; the earlier ones are untouched") from error
     for old in complete(run.dir)[: -run.config.checkpoint.keep]:
         shutil.rmtree(old)
     return final
@@ -77,19 +77,17 @@ def load(run: Run, folder: Path) -> None:
     """Restore the run from a checkpoint. Raises CheckpointError."""
     try:
         state = json.loads((folder / "run.json").read_text())
-        strict = run.config.checkpoint.changed_plugins == "error"
-        run.metrics["resume/plugins_changed"] = float(len(recorded.compare(state["plugins"], run.plugins, strict=strict)))
+        run.step, run.prompts.drawn = state["step"], state["drawn"]
+        run.hook.checkpoint_load(run=run, folder=folder)
         rng = torch.load(folder / "rng.pt", weights_only=False)
         for name in ("policy", "critic"):
             if hasattr(run, name):
                 getattr(run, name).load(folder / name)
-        run.step, run.prompts.drawn = state["step"], state["drawn"]
         run.algorithm.load_state_dict(state["algorithm"])
         torch.set_rng_state(rng["torch"])
         random.setstate(rng["python"])
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{folder} is no readable checkpoint: {' '.join(str(error).split())}") from error
-    run.hook.checkpoint_load(run=run, folder=folder)
 
 
 def _sync_to_disk(folder: Path) -> None:

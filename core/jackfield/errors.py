@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class JackfieldError(Exception):
@@ -42,3 +45,11 @@ def nearest(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, c
     """`did you mean ...?` with up to `most` known names that a mistyped one is near to; `otherwise` where none is."""
     near = difflib.get_close_matches(name, sorted(set(known)), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else otherwise
+
+
+def told(error: BaseException) -> str:
+    """A foreign exception on one line: its type, its text, and the innermost line of code that is neither the core's nor installed."""
+    roots = (*(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")), str(Path(__file__).parent), "<")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(roots)]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return " ".join(f"{type(error).__name__}: {error}".split()) + where

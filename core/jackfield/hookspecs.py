@@ -36,7 +36,8 @@ class Hooks:
 
     @hookspec(firstresult=True)
     def step(self, run):
-        """A whole step in the place of jackfield.runner.step: its metrics. First result wins; where nobody answers the runner's is run."""
+        """A whole step in the place of jackfield.runner.step, `run.step` raised by 1: its metrics. First result wins; where nobody answers
+        the runner's is run."""
 
     # ---- life of a run ----------------------------------------------------------------------------------------------
     @hookspec
@@ -65,7 +66,7 @@ class Hooks:
 
     @hookspec
     def checkpoint_load(self, run, folder):
-        """The run resumes from `folder`: read what checkpoint_save wrote, if it is there."""
+        """The run resumes from `folder` at `run.step`: read what checkpoint_save wrote, if it is there; the models are loaded next."""
 
     @hookspec
     def evaluate(self, run):

@@ -11,7 +11,7 @@ from typing import Any
 import pluggy
 
 from jackfield import results
-from jackfield.errors import JackfieldError, PluginError, nearest
+from jackfield.errors import JackfieldError, PluginError, nearest, told
 from jackfield.hookspecs import Hooks
 
 
@@ -51,14 +51,15 @@ class PluginManager(pluggy.PluginManager):
                     raise PluginError(f"plugin {self.get_name(plugin)!r} implements an unknown hook {caller.name!r}; {hint}")
 
     @contextlib.contextmanager
-    def _guard(self, plugin: str, hook: str) -> Iterator[None]:
+    def guard(self, plugin: str, hook: str) -> Iterator[None]:
+        """Around a plugin's code: time it, and raise PluginError for whatever it raises."""
         start = time.perf_counter()
         try:
             yield
         except JackfieldError:
             raise
         except Exception as error:
-            raise PluginError(f"plugin {plugin!r} raised in hook {hook!r}: {type(error).__name__}: {error}") from error
+            raise PluginError(f"plugin {plugin!r} raised in hook {hook!r}: {told(error)}") from error
         finally:
             self.seconds[plugin, hook] += time.perf_counter() - start
 
@@ -66,12 +67,12 @@ class PluginManager(pluggy.PluginManager):
         """The one place where plugin code is isolated: its exception becomes a PluginError that says whose it is."""
 
         def call(*args: Any) -> Any:
-            with self._guard(plugin, hook):
+            with self.guard(plugin, hook):
                 self._passed = results.checked(plugin, hook, function(*args), args)
                 return self._passed
 
         def call_wrapper(*args: Any) -> Generator[Any, Any, Any]:
-            with self._guard(plugin, hook):
+            with self.guard(plugin, hook):
                 found = yield from function(*args)
                 if found is not self._passed:
                     self._passed = results.checked(plugin, hook, found, args, wrapper=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield import JACKFIELD_API, OLDEST_API
-from jackfield.errors import PluginError, nearest
+from jackfield.errors import JackfieldError, PluginError, nearest, told
 
 if TYPE_CHECKING:
     from jackfield.config import ComponentSpec
@@ -86,8 +86,8 @@ def load(kind: str, name: str) -> Any:
         else:
             module = _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
             found = getattr(module, attribute)
-    except Exception as error:
-        raise PluginError(f"{source} cannot be imported: {type(error).__name__}: {error}{_extra(entry, error)}") from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{source} cannot be imported: {told(error)}{_extra(entry, error)}") from error
     return found if kind == "command" else _checked(kind, source, found)
 
 
@@ -108,7 +108,7 @@ def _import_file(path: Path) -> Any:
     return sys.modules[name]
 
 
-def _extra(entry: Entry | None, error: Exception) -> str:
+def _extra(entry: Entry | None, error: BaseException) -> str:
     """How to install the extra of a plugin's distribution that holds the module whose absence is the error; empty where none does."""
     if entry and isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name.split(".")[0].replace("_", "-").lower()
@@ -131,7 +131,7 @@ def _checked(kind: str, source: str, found: Any) -> Any:
     if base is None or (kind == "reward" and not isinstance(found, type)):
         return found
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise PluginError(f"{source} is {found!r}, not a {base.__name__}: derive it from jackfield.{base.__name__}")
+        raise PluginError(f"{source} is {found!r}, no {base.__name__}: derive it from jackfield.{base.__name__}")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise PluginError(f"{source} lacks the method{'s' * (len(missing) > 1)} {', '.join(missing)} that every {kind} has")
@@ -152,9 +152,15 @@ def build(kind: str, spec: ComponentSpec) -> Any:
     if not (isinstance(found, type) and issubclass(found, C.Component)):
         if options:
             raise PluginError(f"{kind} {spec.name!r} takes no options, but got {', '.join(options)}: derive it from jackfield.Component")
-        return found() if isinstance(found, type) else found
+        arguments: tuple[Any, ...] = ()
+    else:
+        try:
+            arguments = (found.Config(**options),)
+        except ValidationError as error:
+            raise explain(error, found.Config, f"{kind} {spec.name!r}", spec.name) from error
     try:
-        config = found.Config(**options)
-    except ValidationError as error:
-        raise explain(error, found.Config, f"{kind} {spec.name!r}", spec.name) from error
-    return found(config)
+        return found(*arguments) if isinstance(found, type) else found
+    except JackfieldError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{kind} {spec.name!r} cannot be built: {told(error)}") from error

@@ -35,6 +35,7 @@ def _check(who: str, hook: str, value: Any, size: Sequence[int] | None) -> None:
         raise PluginError(f"{who} a {type(value).__name__}; a {WANTED[hook].__name__} is wanted")
     if hook == "advantage":
         same(f"{who} advantages", value.advantages, value.tokens.shape)
+        same(f"{who} rewards", value.rewards, value.batch_size)
     if isinstance(value, Batch):
         samples, tokens = value.batch_size, value.tokens.shape  # a TensorClass's attributes are slow to come by
         for name, found in [(n, v) for n, v in value.items() if isinstance(v, Tensor)]:
@@ -42,7 +43,7 @@ def _check(who: str, hook: str, value: Any, size: Sequence[int] | None) -> None:
     if hook == "filter" and size is not None:
         same(f"{who} a verdict", value, size, torch.bool)
     for name, found in value.items() if hook == "score" else ():
-        same(f"{who} {name}", found, size or found.shape)
+        same(f"{who} {name}", found, size or found.shape, torch.float32)
 
 
 def answered(hook: Any, value: Any) -> Any:

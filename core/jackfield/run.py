@@ -11,7 +11,7 @@ import torch
 
 from jackfield.batch import Prompt
 from jackfield.config import RunConfig
-from jackfield.errors import DataError
+from jackfield.errors import DataError, JackfieldError, told
 
 if TYPE_CHECKING:
     from jackfield.algorithm import Algorithm
@@ -38,7 +38,12 @@ class PromptStream:
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self.dataset), generator=generator)
-        row = self.dataset[int(self._order[position])]
+        try:
+            row = self.dataset[int(self._order[position])]
+        except JackfieldError:
+            raise
+        except Exception as error:
+            raise DataError(f"dataset {type(self.dataset).__name__} raised for row {int(self._order[position])}: {told(error)}") from error
         if not isinstance(row, dict):
             raise DataError(
                 f"dataset {type(self.dataset).__name__} returned a {type(row).__name__} as a row; a dict with `prompt` is wanted"
@@ -66,7 +71,7 @@ class Run:
         self.seed = config.seed
         self.dir: Path = config.dir
         self.plugins: dict[str, dict[str, Any]] = {}
-        """The plugins that the config names, as jackfield.recorded describes them."""
+        """The plugins that the config names, as jackfield_trackers.recorded describes them."""
         self.step = 0
         """Steps finished; also the number of the step under way, counted from 0, and the version of the policy."""
         self.metrics: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any, TextIO
 
 import torch
 
-from jackfield import checkpoint, recorded, registry, runner
+from jackfield import checkpoint, registry, runner
 from jackfield.components import WorkerContext
 from jackfield.config import ComponentSpec, RunConfig
-from jackfield.errors import ConfigError, WorkerError, nearest
+from jackfield.errors import ConfigError, JackfieldError, PluginError, WorkerError, nearest
 from jackfield.manager import PluginManager
 from jackfield.rewards import PlacedReward, RewardHook
 from jackfield.roles import Policy, Role
@@ -46,7 +47,6 @@ class Trainer:
                 self._register(spec.name, None if spec.name in config.disabled else registry.build(kind, spec))
         manager.check()
         self._check()
-        self.run.plugins = recorded.plugins(manager)
         manager.hook.configure(run=self.run)
 
     def _register(self, name: str, plugin: Any) -> None:
@@ -58,12 +58,11 @@ class Trainer:
         for absent in sorted({*self.config.disabled} - {*self.named}):
             hint = nearest(absent, self.named, f"it has: {', '.join(self.named)}", cutoff=0.4)
             raise ConfigError(f"no:{absent} leaves out a plugin that this run does not have; {hint}")
-        needs, name = self.run.algorithm.needs, self.config.algorithm.name
-        size = self.config.batch.group_size
-        if size < needs.min_group_size:
-            raise ConfigError(
-                f"algorithm {name!r} compares samples of one prompt: batch.group_size is {size}, at least {needs.min_group_size} is needed"
-            )
+        name, size = self.config.algorithm.name, self.config.batch.group_size
+        with self.run.manager.guard(name, "needs"):
+            needed = self.run.algorithm.needs.min_group_size
+        if size < needed:
+            raise ConfigError(f"algorithm {name!r} compares samples of one prompt: batch.group_size is {size}, at least {needed} is needed")
         steps = self.run.algorithm.config.mini_batches
         if steps > self.config.batch.prompts:
             raise ConfigError(f"algorithm.mini_batches is {steps}, more than the {self.config.batch.prompts} groups of batch.prompts")
@@ -90,14 +89,18 @@ class Trainer:
             if run.step < config.steps:
                 run.hook.run_start(run=run)
                 while run.step < config.steps:
+                    before = run.step
                     if run.hook.step(run=run) is None:
                         runner.step(run)
+                    if run.step == before:
+                        raise PluginError(f"hook 'step' was answered, but run.step is {before} as before: raise it by 1, or return None")
                     if config.checkpoint.every and run.step % config.checkpoint.every == 0:
                         checkpoint.save(run)
                 checkpoint.save(run)
                 run.hook.run_end(run=run)
         except BaseException as error:
-            run.hook.run_error(run=run, error=error)
+            with contextlib.suppress(JackfieldError):  # a plugin that cannot clean up must not hide why the run ended
+                run.hook.run_error(run=run, error=error)
             raise
         finally:
             self.launcher.stop()

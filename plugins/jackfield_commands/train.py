@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import click
@@ -17,6 +18,7 @@ def train(config: str, overrides: tuple[str, ...], plugins: tuple[str, ...], tra
     """Train as CONFIG says; OVERRIDES are field.subfield=value."""
     from jackfield.config import load_config
 
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     settings = load_config(config, overrides, plugins)
     from jackfield.trainer import Trainer
 

@@ -85,8 +85,10 @@ class PromptEncoder:
 
     def encode(self, prompt: Prompt) -> Encoded:
         """Tokens of one prompt. Raises DataError for a row without a usable prompt."""
-        content = prompt.record.get("prompt")
         where = f"prompt {prompt.id}"
+        if not isinstance(prompt.record, dict):
+            raise DataError(f"{where}: the dataset returned a {type(prompt.record).__name__} as a row; a dict with `prompt` is wanted")
+        content = prompt.record.get("prompt")
         if isinstance(content, str):
             text, ids = content, self._text(content)
         elif is_chat(content):

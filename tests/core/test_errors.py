@@ -1,5 +1,6 @@
 """Every mistake that a user or plugin author can make: one line that names the culprit, the cause and the way out (design, section 4)."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_failing_import_names_the_extra_to_install(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     text = message(PluginError, registry.load, "reward", "lazy")
     assert text == (
-        "reward 'lazy' of jackfield-lazy 1.0 cannot be imported: ModuleNotFoundError: No module named 'no_such_engine'; "
+        "reward 'lazy' of jackfield-lazy 1.0 cannot be imported: ModuleNotFoundError: No module named 'no_such_engine' "
+        f"({tmp_path}/jackfield_lazy_mod.py:1); "
         "install it with: pip install 'jackfield-lazy[fast]'"
     )
 
@@ -290,7 +292,8 @@ def test_registered_twice():
 
 def test_an_exception_inside_a_hook(tmp_path):
     text = message(PluginError, fake_run, tmp_path, plugins=[Raises()])
-    assert text == "plugin 'Raises' raised in hook 'advantage': KeyError: 'temperature'"
+    line = inspect.getsourcelines(Raises)[1] + 3
+    assert text == f"plugin 'Raises' raised in hook 'advantage': KeyError: 'temperature' ({__file__}:{line})"
 
 
 def test_the_traceback_of_the_plugin_is_kept(tmp_path):

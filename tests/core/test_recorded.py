@@ -34,8 +34,8 @@ def here(name: str) -> str:
 def test_what_is_written(tmp_path):
     fake_run(tmp_path, steps=1, hooks=[here("Shapes")])
     run = json.loads((tmp_path / "plugins.json").read_text())
-    saved = json.loads((checkpoint.complete(tmp_path)[-1] / "run.json").read_text())["plugins"]
-    assert run == saved
+    for name in ("plugins.json", "config.json"):
+        assert (checkpoint.complete(tmp_path)[-1] / name).read_text() == (tmp_path / name).read_text()
     algorithm = run["jackfield.testing.runs:FakeAlgorithm"]
     assert algorithm == {
         "class": "jackfield.testing.runs:FakeAlgorithm",
@@ -81,7 +81,31 @@ def test_another_class_under_the_same_label(tmp_path):
 
 def test_another_version_warns(tmp_path):
     fake_run(tmp_path, steps=1)
-    file = checkpoint.complete(tmp_path)[-1] / "run.json"
+    file = checkpoint.complete(tmp_path)[-1] / "plugins.json"
     file.write_text(file.read_text().replace(f"jackfield {__version__}", "jackfield 0.0.9"))
     with pytest.warns(UserWarning, match=f"was of jackfield 0.0.9 and is of jackfield {__version__}"):
+        fake_run(tmp_path, steps=2)
+
+
+def test_other_settings_are_said(tmp_path):
+    fake_run(tmp_path, steps=1)
+    with pytest.warns(UserWarning, match="resuming with other settings: ") as caught:
+        fake_run(tmp_path, steps=2, seed=3, batch={"prompts": 2, "group_size": 4})
+    (text,) = [str(w.message) for w in caught]
+    assert text == "resuming with other settings: seed was 0 and is 3; batch.prompts was 4 and is 2"
+
+
+def test_what_decides_nothing_of_what_is_learnt_is_not_said(tmp_path):
+    fake_run(tmp_path / "a", steps=1)
+    (tmp_path / "a").rename(tmp_path / "b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fake_run(tmp_path / "b", steps=3, checkpoint={"every": 1, "keep": 1})
+
+
+@pytest.mark.parametrize("name", ["plugins.json", "config.json"])
+def test_a_torn_record_is_named(tmp_path, name):
+    fake_run(tmp_path, steps=1)
+    (checkpoint.complete(tmp_path)[-1] / name).write_text("{")
+    with pytest.raises(CheckpointError, match="step-00000001 is no readable checkpoint"):
         fake_run(tmp_path, steps=2)

@@ -1,16 +1,21 @@
-"""Which plugins made a run: written into its folder and every checkpoint, and compared on resume (docs/plugins-recorded.md)."""
+"""Which plugins and settings made a run: in its folder and every checkpoint, and compared on resume (docs/plugins-recorded.md)."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jackfield import __version__, registry
 from jackfield.errors import CheckpointError
-from jackfield.manager import PluginManager
+
+if TYPE_CHECKING:
+    from jackfield.config import RunConfig
+    from jackfield.manager import PluginManager
 
 STAGES = ("rollout", "score", "filter", "advantage", "update", "step")
 """Hooks whose plugins decide what is learnt."""
+UNTOLD = ("dir", "steps", "checkpoint", "trackers", "disabled", "launcher", "transport", "share_memory")
+"""Fields of the config that decide nothing of what is learnt up to a step; any may change on resume, and nothing is said of it."""
 
 
 def plugins(manager: PluginManager) -> dict[str, dict[str, Any]]:
@@ -44,3 +49,26 @@ def compare(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]], *
     if grave or changes:
         warnings.warn(f"resuming with other plugins: {'; '.join(grave + changes)}", stacklevel=2)
     return grave + changes
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """The config's fields by dotted name, those of UNTOLD left out."""
+    return _flat({n: v for n, v in config.model_dump(mode="json").items() if n not in UNTOLD}, "")
+
+
+def _flat(value: Any, name: str) -> dict[str, Any]:
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {name: value}
+    below = [_flat(v, f"{name}.{k}" if name else str(k)) for k, v in value.items()]
+    return {n.replace(".options", ""): v for each in below for n, v in each.items()}
+
+
+def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Which settings changed, in words; a warning says so. All may: this is how a run's rate or batch is changed on the way."""
+    names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
+    changes = [f"{n} was {before.get(n, 'unset')} and is {now.get(n, 'unset')}" for n in names]
+    if changes:
+        warnings.warn(f"resuming with other settings: {'; '.join(changes)}", stacklevel=2)
+    return changes
