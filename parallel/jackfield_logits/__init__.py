@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from jackfield.components import OutputRequest, Outputs
+from jackfield_logits.passes import scan, slopes
 
 _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+_FUSED = 4
+"""Times as many tokens where a chunk is passed over once: nothing of it is then in memory but its logits and their gradients."""
 _KEEP_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Log-probs of all the vocabulary are kept for backward up to this size, which saves one of four products with the head."""
 _BLOCK_BYTES = {"cpu": 128 << 20}
@@ -66,24 +69,32 @@ def _outputs(request: OutputRequest, *inputs: Tensor | None) -> Outputs:
     return Outputs(stats[0], stats[1] if request.entropy else None, stats[2] if request.sum_pi_squared else None)
 
 
-def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
-    size = max(1, _CHUNK_BYTES.get(device.type, 256 << 20) // (4 * vocabulary))
+def _chunks(tokens: int, vocabulary: int, device: torch.device, fused: bool) -> list[slice]:
+    size = max(1, (_FUSED if fused else 1) * _CHUNK_BYTES.get(device.type, 256 << 20) // (4 * vocabulary))
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
 
 
-def _blocks(tokens: int, vocabulary: int, x: Tensor) -> list[list[slice]]:
+def _blocks(tokens: int, vocabulary: int, x: Tensor, fused: bool) -> list[list[slice]]:
     """Chunks whose gradients are multiplied together."""
-    chunks = _chunks(tokens, vocabulary, x.device)
+    chunks = _chunks(tokens, vocabulary, x.device, fused)
     size = max(1, _BLOCK_BYTES.get(x.device.type, 0) // (x.element_size() * vocabulary * (chunks[0].stop if chunks else 1)))
     return [chunks[i : i + size] for i in range(0, len(chunks), size)]
+
+
+def _fused(x: Tensor, request: OutputRequest) -> bool:
+    """Whether a chunk of logits is passed over once: on a GPU, where the whole vocabulary takes part."""
+    return x.is_cuda and request.top_p >= 1 and not request.top_k
+
+
+def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return x if weight is None else torch.nn.functional.linear(x, weight, bias)
 
 
 class _TokenStats(torch.autograd.Function):
     """`x` is logits where `weight` is None, else hidden states. Beyond `_KEEP_BYTES` nothing of size [N, V] is saved."""
 
     @staticmethod
-    def scores(x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, request: OutputRequest) -> Tensor:
-        logits = x if weight is None else torch.nn.functional.linear(x, weight, bias)
+    def scores(logits: Tensor, labels: Tensor, request: OutputRequest) -> Tensor:
         scores = logits.float()
         if request.temperature != 1:
             scores = scores / request.temperature
@@ -91,40 +102,56 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, request: OutputRequest) -> Any:
-        ctx.save_for_backward(x, weight, bias, labels)
         ctx.request = request
         vocabulary = x.shape[-1] if weight is None else weight.shape[0]
-        keep = len(x) * vocabulary * 4 <= _KEEP_BYTES.get(x.device.type, 0) and any(ctx.needs_input_grad)
+        fused, more = _fused(x, request), request.entropy or request.sum_pi_squared
+        keep = not fused and len(x) * vocabulary * 4 <= _KEEP_BYTES.get(x.device.type, 0) and any(ctx.needs_input_grad)
         ctx.kept = {}
-        log_probs, entropy, squares = x.new_zeros(3, len(x), dtype=torch.float32).unbind()
-        for rows in _chunks(len(x), vocabulary, x.device):
-            log_pi = _TokenStats.scores(x[rows], weight, bias, labels[rows], request).log_softmax(-1)
+        log_probs, entropy, squares, normaliser = x.new_zeros(4, len(x), dtype=torch.float32).unbind()
+        for rows in _chunks(len(x), vocabulary, x.device, fused):
+            logits = _logits(x[rows], weight, bias)
+            if fused:
+                top, total, at, weighted, square = scan(logits, labels[rows], 1 / request.temperature, vocabulary, more)
+                normaliser[rows] = top + total.log()
+                log_probs[rows] = at - normaliser[rows]
+                if more:
+                    entropy[rows], squares[rows] = normaliser[rows] - weighted / total, square / total.square()
+                continue
+            log_pi = _TokenStats.scores(logits, labels[rows], request).log_softmax(-1)
             log_probs[rows] = log_pi.gather(-1, labels[rows, None])[:, 0]
             if keep:
                 ctx.kept[rows.start] = log_pi
-            if request.entropy or request.sum_pi_squared:
+            if more:
                 pi = log_pi.exp()
                 squares[rows] = pi.square().sum(-1)
                 entropy[rows] = pi.mul_(log_pi.clamp(min=-1e30)).sum(-1).neg_()
+        ctx.save_for_backward(x, weight, bias, labels, *((normaliser, entropy.clone(), squares.clone()) if fused else ()))
         return log_probs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """With p the probabilities: d log_prob = onehot - p, d entropy = -p (log p + entropy), d sum = 2 p (p - sum)."""
-        x, weight, bias, labels = ctx.saved_tensors
+        x, weight, bias, labels, *fused = ctx.saved_tensors
         request: OutputRequest = ctx.request
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = torch.empty_like(x) if need_x else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         vocabulary = x.shape[-1] if weight is None else weight.shape[0]
-        for block in _blocks(len(x), vocabulary, x):
+        numbers = torch.stack((*fused, *grads)) if fused else None
+        for block in _blocks(len(x), vocabulary, x, numbers is not None):
             parts = []
             for rows in block:
-                grad_log_prob, grad_entropy, grad_squares = (g[rows, None] for g in grads)
                 log_pi = ctx.kept.pop(rows.start, None)
+                logits = None if log_pi is not None else _logits(x[rows], weight, bias)
+                if numbers is not None:
+                    more, factor = request.entropy or request.sum_pi_squared, 1 / request.temperature
+                    now = numbers[:, rows].contiguous()
+                    parts.append(slopes(logits, labels[rows], now, factor, vocabulary, factor, more, x.dtype))
+                    continue
                 if log_pi is None:
-                    log_pi = _TokenStats.scores(x[rows], weight, bias, labels[rows], request).log_softmax(-1)
+                    log_pi = _TokenStats.scores(logits, labels[rows], request).log_softmax(-1)
+                grad_log_prob, grad_entropy, grad_squares = (g[rows, None] for g in grads)
                 pi = log_pi.exp()
                 slope = -grad_log_prob
                 if request.entropy:

@@ -1,7 +1,7 @@
 """Log-probs and entropy with the vocabulary split over tensor-parallel ranks, in memory that does not grow with tokens x vocabulary.
 
-Logits exist for one chunk of positions at a time, in the forward pass and (computed again) in the backward pass. Each pass over them is one
-function without communication, which is one kernel where there is a compiler for it; ranks exchange only numbers per position.
+Logits exist for one chunk of positions at a time, in the forward pass and (computed again) in the backward pass; ranks exchange only
+numbers per position.
 N positions, V vocabulary, H hidden; each rank holds V / tp rows of the output weight, the last ones padding.
 """
 
@@ -16,9 +16,7 @@ from torch import Tensor
 
 from jackfield.components import OutputRequest
 from jackfield_logits import truncate
-
-_LOW = -1e30
-"""Stands for -inf where the difference of two -inf would be NaN."""
+from jackfield_logits.passes import scan, slopes
 
 
 @dataclass(frozen=True)
@@ -39,53 +37,6 @@ class Vocabulary:
         if self.group.size() > 1:
             dist.all_reduce(x, op=op, group=self.group)
         return x
-
-
-def _scan(logits: Tensor, local: Tensor, scale: float, real: int, more: bool) -> Tensor:
-    """With z the scaled logits and e = exp(z - max): max, sum e, z at `local`, and if `more` sum e z, sum e^2; float32 [5, n]."""
-    z = logits.float().mul(scale) if logits.dtype == torch.float32 else logits.float().mul_(scale)
-    if real < z.shape[1]:
-        z[:, real:] = -torch.inf
-    top = z.amax(-1, keepdim=True).clamp_(min=_LOW)
-    at = z.gather(-1, local[:, None])[:, 0]
-    e = (z - top).exp_()
-    total = e.sum(-1)
-    weighted, squares = total, total
-    if more:
-        weighted = z.clamp_(min=_LOW).mul_(e).sum(-1)
-        squares = e.square_().sum(-1)
-    return torch.stack((top[:, 0], total, at, weighted, squares))
-
-
-def _slopes(
-    logits: Tensor, local: Tensor, numbers: Tensor, scale: float, real: int, factor: float, more: bool, dtype: torch.dtype
-) -> Tensor:
-    """The gradient of the logits [n, v] from `numbers` [6, n]: log of the normaliser, entropy, sum p^2, and the three gradients.
-
-    With p the probabilities: d log-prob = onehot - p, d entropy = -p (log p + entropy), d sum p^2 = 2 p (p - sum p^2). `local` is -1
-    where another rank holds the label; `factor` is the inverse temperature.
-    """
-    normaliser, entropy, squares, grad_log_prob, grad_entropy, grad_squares = numbers.unsqueeze(-1)
-    z = logits.float().mul(scale) if logits.dtype == torch.float32 else logits.float().mul_(scale)
-    if real < z.shape[1]:
-        z[:, real:] = -torch.inf
-    log_p = z.sub_(normaliser).clamp_(min=_LOW)
-    p = log_p.exp()
-    if more:
-        slope = log_p.add_(entropy).mul_(-grad_entropy).sub_(grad_log_prob)
-        slope += (p - squares).mul_(2 * grad_squares)
-        grad = p.mul_(slope)
-    else:
-        grad = p.mul_(-grad_log_prob)
-    if grad.is_cuda:  # one fused kernel; a scatter would split it in two
-        grad = grad + torch.where(torch.arange(z.shape[1], device=z.device) == local[:, None], grad_log_prob, 0)
-    else:
-        grad.scatter_add_(-1, local.clamp(min=0)[:, None], torch.where(local[:, None] >= 0, grad_log_prob, 0))
-    return grad.mul_(factor).to(dtype)
-
-
-scan = torch.compile(_scan, dynamic=True) if torch.cuda.is_available() else _scan
-slopes = torch.compile(_slopes, dynamic=True) if torch.cuda.is_available() else _slopes
 
 
 def _logits(hidden: Tensor, weight: Tensor, labels: Tensor, request: OutputRequest, vocabulary: Vocabulary) -> tuple[Tensor, float]:

@@ -35,6 +35,32 @@ def reference(logits, labels, request):
     return torch.stack(rows, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_one_pass_over_a_chunk_equals_the_steps_apart(dtype, more, temperature, monkeypatch):
+    """What a GPU compiles, here as it is: values, and gradients of hidden states, head and bias, and of logits that are given."""
+    monkeypatch.setitem(L._CHUNK_BYTES, "cpu", 4 * 50 * 3)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*n, generator=generator).to(dtype).requires_grad_() for n in ((20, 8), (50, 8), (50,)))
+    labels, weights = torch.randint(0, 50, (20,), generator=generator), torch.randn(3, 20, generator=generator)
+    logits = (hidden @ weight.T + bias).detach().requires_grad_()
+    request = OutputRequest(True, more, more, temperature)
+
+    def run():
+        found = L.log_probs_from_hidden(hidden, weight, labels, request, bias), L.token_stats(logits, labels, request)
+        values = [torch.stack([v for v in vars(out).values() if v is not None]) for out in found]
+        loss = sum((v * weights[: len(v)]).sum() for v in values)
+        return [*values, *torch.autograd.grad(loss, [hidden, weight, bias, logits])]
+
+    apart = run()
+    monkeypatch.setattr(L, "_fused", lambda x, request: True)
+    together = run()
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-6}
+    for got, want in zip(together, apart, strict=True):
+        torch.testing.assert_close(got, want, **close)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 10**6),
