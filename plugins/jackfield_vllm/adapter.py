@@ -1,9 +1,8 @@
-"""With decode.py the only place that touches vLLM's own names, so that two files answer for versions 0.20 to 0.33."""
+"""With decode, cpu and loader the only place that touches vLLM's own names, so that few files answer for versions 0.20 to 0.33."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from jackfield.errors import ConfigError, PluginError
+from jackfield_vllm import cpu
 from jackfield_vllm.decode import LastStep, keyed_sampler, quick_slots
 from jackfield_vllm.sampling import Kind, SampleTable
 
@@ -128,46 +128,6 @@ def named_run(tp: int) -> Iterator[None]:
         ExecutorWithExternalLauncher._distributed_args = original
 
 
-@contextlib.contextmanager
-def plain_cpu_linears() -> Iterator[None]:
-    """While the model is built, let vLLM's CPU linears keep their weight and multiply by it as it is, instead of packing a copy."""
-    from vllm.model_executor.layers import utils
-
-    def keep(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
-
-    original = utils.dispatch_cpu_unquantized_gemm
-    utils.dispatch_cpu_unquantized_gemm = keep
-    try:
-        yield
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = original
-
-
-def quick_cpu_norms(model: nn.Module) -> None:
-    """Let RMS norms use vLLM's own CPU kernel, which it has and leaves to other platforms; its plain PyTorch form takes 4 times as long."""
-    import vllm._custom_ops  # noqa: F401  (makes torch.ops._C known)
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
-    if not hasattr(torch.ops._C, "fused_add_rms_norm"):
-        return
-    for module in model.modules():
-        if type(module) is RMSNorm and getattr(module, "variance_size_override", None) is None and getattr(module, "has_weight", True):
-            module._forward_method = functools.partial(_norm, module)
-
-
-def _norm(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-    """RMSNorm's forward: of `x`, or of `x + residual` together with that sum, both in place."""
-    if residual is None:
-        x = x.contiguous()  # the kernel takes rows to lie together, which those of Qwen3's queries and keys do not
-        out = torch.empty_like(x)
-        torch.ops._C.rms_norm(out, x, module.weight, module.variance_epsilon)
-        return out
-    x, residual = x.contiguous(), residual.contiguous()
-    torch.ops._C.fused_add_rms_norm(x, residual, module.weight, module.variance_epsilon)
-    return x, residual
-
-
 class Output(NamedTuple):
     """What one step gave one sample."""
 
@@ -199,7 +159,7 @@ class Core:
             raise ConfigError(f"engine.args: this vLLM's EngineArgs has no {', '.join(unknown)}")
         world = arguments["tensor_parallel_size"]
         _share_expert_group()
-        with contained(), named_run(world), plain_cpu_linears() if plain_linears else contextlib.nullcontext():
+        with contained(), named_run(world), cpu.plain_linears() if plain_linears else contextlib.nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._client = self._engine.engine_core
         # collecting an engine would take the process's parallel state with it, which the next engine uses
@@ -210,7 +170,7 @@ class Core:
         self.runner = getattr(worker, "worker", worker).model_runner
         self.model: nn.Module = self.runner.model
         if self.runner.device.type == "cpu":
-            quick_cpu_norms(self.model)
+            cpu.quicken(self.model)
         self.table = SampleTable()
         self._weights = 0
         self.runner.sampler = keyed_sampler(self.runner, self.table)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from jackfield.errors import ConfigError
 from jackfield.shard import Shard
+from jackfield_vllm.cpu import on_weight_itself
 from jackfield_vllm.weights import Entry, bind, entries, shards
 
 FORMAT = "jackfield"
@@ -54,7 +55,7 @@ class Weights:
         for index, (entry, created) in enumerate(zip(self.entries, self.tensors, strict=True)):
             now = [getattr(owner, entry.attribute, None) for owner in entry.owners]
             # a packed copy may lie beside a weight that stays: so a tied head goes stale without a sign
-            packed = any(getattr(o, "cpu_linear", nn.functional.linear) is not nn.functional.linear for o in entry.owners)
+            packed = not all(on_weight_itself(owner) for owner in entry.owners)
             moved = any(tensor is None or not _same(tensor, created) for tensor in now)
             if packed or moved or not torch.equal(created, _pattern(created)):
                 self.repacked.append(index)

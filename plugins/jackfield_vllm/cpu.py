@@ -1,0 +1,92 @@
+"""What vLLM's model runs on a CPU: linears on weights as they are, norms and the gated activation, each by the quicker of two ways."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_FEW = 256
+"""Rows up to which a bfloat16 product is taken the other way round; with more, packing the weight costs little beside the arithmetic."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, contiguous; x [N, K], weight [M, K].
+
+    A product packs its right side first. For a few rows of bfloat16 packing the weight costs more than the arithmetic, so the weight
+    is taken as the left side, whose rows the matrix instructions read as they lie: as quick as multiplying by a copy packed before.
+    """
+    return linear_by_column(x, weight, bias).contiguous()
+
+
+def linear_by_column(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`, whose result lies column by column where x has few rows: for what reads it element by element."""
+    if x.dtype != torch.bfloat16 or x.dim() != 2 or len(x) > _FEW:
+        return F.linear(x, weight, bias)
+    return (torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())).t()
+
+
+def on_weight_itself(layer: nn.Module) -> bool:
+    """Whether a layer multiplies by its weight, not by a packed copy."""
+    return getattr(layer, "cpu_linear", linear) in (linear, linear_by_column)
+
+
+@contextlib.contextmanager
+def plain_linears() -> Iterator[None]:
+    """While the model is built, let vLLM's linears keep their weight and multiply by it as it is, instead of packing a copy."""
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = linear
+
+    original = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = keep
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = original
+
+
+def quicken(model: nn.Module) -> None:
+    """Let RMS norms use vLLM's own CPU kernel, which it leaves to other platforms (its plain PyTorch form takes 4 times as long), and
+    gated MLPs multiply without a temporary, gate and up each lying together."""
+    import vllm._custom_ops  # noqa: F401  (makes torch.ops._C known)
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norms = hasattr(torch.ops._C, "fused_add_rms_norm")
+    for module in model.modules():
+        if norms and type(module) is RMSNorm and _plain(module):
+            module._forward_method = functools.partial(_norm, module)
+        elif type(getattr(module, "act_fn", None)) is SiluAndMul:
+            module.act_fn._forward_method = _silu_and_mul  # type: ignore[union-attr]
+            gate_up: Any = getattr(module, "gate_up_proj", None)
+            if getattr(gate_up, "cpu_linear", None) is linear:
+                gate_up.cpu_linear = linear_by_column
+
+
+def _plain(norm: Any) -> bool:
+    return getattr(norm, "variance_size_override", None) is None and bool(getattr(norm, "has_weight", True))
+
+
+def _norm(module: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+    """RMSNorm's forward: of `x`, or of `x + residual` together with that sum, both in place."""
+    if residual is None:
+        x = x.contiguous()  # the kernel takes rows to lie together, which those of Qwen3's queries and keys do not
+        out = torch.empty_like(x)
+        torch.ops._C.rms_norm(out, x, module.weight, module.variance_epsilon)
+        return out
+    x, residual = x.contiguous(), residual.contiguous()
+    torch.ops._C.fused_add_rms_norm(x, residual, module.weight, module.variance_epsilon)
+    return x, residual
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    """silu of the first half of the last dimension times the second; the result lies as `x` does."""
+    half = x.shape[-1] // 2
+    return F.silu(x[..., :half]).mul_(x[..., half:])
