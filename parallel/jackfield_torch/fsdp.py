@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from jackfield_torch.tensor_parallel import Split, split
 class FSDPConfig(TorchConfig):
     """Settings of backend `fsdp`. The sharded weights are float32; `dtype` is what layers compute in."""
 
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks; bfloat16 halves the traffic, with a relative error of about 2^-8."""
     tp: int = Field(default=1, gt=0)
     """Tensor parallel size, by the plan that the transformers model brings; the role's other ranks are data parallel."""
     reshard_after_forward: bool = True

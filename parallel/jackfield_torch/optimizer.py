@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from jackfield.config import OptimizerConfig
 from jackfield.schedule import at
+from jackfield_torch import quantised
 from jackfield_torch.rounding import dither, on_grid
 
 
@@ -164,7 +165,7 @@ class ReplicatedAdamW(MasterAdamW):
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], config: OptimizerConfig, reduce_dtype: torch.dtype
     ) -> None:
-        """`reduce_dtype`: the type in which gradients travel and are added."""
+        """`reduce_dtype`: the type in which gradients travel and are added; of int8 see `quantised`, vectors then go in float32."""
         super().__init__(parameters, masters, config)
         self.reduce_dtype = reduce_dtype
 
@@ -174,14 +175,24 @@ class ReplicatedAdamW(MasterAdamW):
         masters = list(self.masters.values())
         found = torch.tensor([m.grad is not None for m in masters], dtype=torch.int32, device=masters[0].device)
         dist.all_reduce(found)
-        waiting = []
         for master, ranks in zip(masters, found.tolist(), strict=True):
-            if ranks:
-                master.grad = torch.zeros_like(master) if master.grad is None else master.grad
-                sent = master.grad.to(self.reduce_dtype)  # itself, where that is float32
-                waiting.append((master.grad, sent, dist.all_reduce(sent, async_op=True)))
+            if ranks and master.grad is None:
+                master.grad = torch.zeros_like(master)
+        self.reduce(self.gradients())
+        return super().step()
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        """Replace the ranks' gradients by their sums, the same on every rank; collective."""
+        if self.reduce_dtype == torch.int8:
+            quantised.all_reduce([g for g in gradients if g.dim() > 1], seed=self.steps)
+            gradients, dtype = [g for g in gradients if g.dim() <= 1], torch.float32
+        else:
+            dtype = self.reduce_dtype
+        waiting = []
+        for gradient in gradients:
+            sent = gradient.to(dtype)  # itself, where that is float32
+            waiting.append((gradient, sent, dist.all_reduce(sent, async_op=True)))
         for gradient, total, work in waiting:
             work.wait()
             if total is not gradient:
                 gradient.copy_(total)
-        return super().step()
