@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jackfield.batch import Batch
 from jackfield.components import Reward
+from jackfield.config import RewardSpec
 from jackfield.errors import JackfieldError, PluginError, ScoreError
 from jackfield.hookspecs import hookimpl
 
@@ -118,13 +119,12 @@ class PlacedReward(Reward):
         return [value for values in self.group.scatter("score", self.label, shares) for value in values]
 
 
-def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float], size: int) -> tuple[Tensor, Tensor]:
+def combine(scores: Mapping[str, Tensor], specs: Sequence[RewardSpec], size: int) -> tuple[Tensor, Tensor]:
     """Rewards float32 [B], the sum of weight (default 1) x score, 0 where a score is missing; and bool [B], false there.
 
     A reward of weight 0 is shown but changes nothing, not even by failing.
     """
-    total = torch.zeros(size)
-    for name, values in scores.items():
-        weight = weights.get(name, 1.0)
-        total = total + weight * values if weight else total
+    weights = {spec.label or spec.name: spec.weight for spec in specs}
+    parts = (weight * values for name, values in scores.items() if (weight := weights.get(name, 1.0)))
+    total = sum(parts, torch.zeros(size))
     return torch.where(total.isfinite(), total, 0.0), total.isfinite()

@@ -38,7 +38,7 @@ def score(run: Run, batch: Batch) -> Batch:
     scores = {name: values for result in answered(run.hook.score, run.hook.score(run=run, batch=batch)) for name, values in result.items()}
     if not scores:
         raise PluginError(f"no scores came from hook 'score' of {', '.join(i.plugin_name for i in run.hook.score.get_hookimpls())}")
-    rewards, scored = combine(scores, {spec.label or spec.name: spec.weight for spec in run.config.rewards}, len(batch))
+    rewards, scored = combine(scores, run.config.rewards, len(batch))
     return batch.replace(scores=batch.extras.empty().update(scores), rewards=rewards, loss_mask=batch.loss_mask & scored[:, None])
 
 
@@ -64,7 +64,7 @@ def summarise(run: Run, batch: Batch) -> None:
     """The step's metrics about its samples."""
     assert batch.rewards is not None and batch.scores is not None
     scores = {name: values for name, values in batch.scores.items() if isinstance(values, torch.Tensor)}
-    scored = combine(scores, {spec.label or spec.name: spec.weight for spec in run.config.rewards}, len(batch))[1]
+    scored = combine(scores, run.config.rewards, len(batch))[1]
     values = {f"reward/{name}": values for name, values in scores.items()} | {"reward": batch.rewards[scored]}
     values |= {"response/length": batch.response_lengths.float(), "response/truncated": (batch.finish_reasons == 1).float()}
     run.metrics |= {n: float(v.nanmean()) if len(v) else 0.0 for n, v in values.items()}

@@ -1,9 +1,9 @@
 """What bench/compression.py counts and compares."""
 
+import compression
 import pytest
 import torch
 
-import compression
 from jackfield.components import WorkerContext
 from jackfield.config import ModelConfig, OptimizerConfig
 from jackfield.testing.models import plain_model, random_batch, tiny_model

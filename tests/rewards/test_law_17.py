@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from jackfield.components import Reward
+from jackfield.config import RewardSpec
 from jackfield.errors import PluginError, ScoreError
 from jackfield.rewards import RewardHook, combine
 
@@ -170,8 +171,8 @@ def test_nothing_to_score():
 def test_combining():
     nan = math.nan
     scores = {"a": torch.tensor([1.0, nan, 0.0, 2.0]), "b": torch.tensor([1.0, 1.0, nan, 0.0]), "shown": torch.tensor([nan] * 4)}
-    rewards, ok = combine(scores, {"a": 0.5, "shown": 0.0}, 4)
+    rewards, ok = combine(scores, [RewardSpec(name="a", weight=0.5), RewardSpec(name="x", label="shown", weight=0.0)], 4)
     assert rewards.tolist() == [1.5, 0.0, 0.0, 1.0]
     assert ok.tolist() == [True, False, False, True]
-    nothing, ok = combine({}, {}, 3)
+    nothing, ok = combine({}, [], 3)
     assert (nothing.tolist(), ok.tolist()) == ([0.0] * 3, [True] * 3)
