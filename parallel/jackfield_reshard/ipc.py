@@ -67,7 +67,7 @@ class Ipc(Resharding):
             geometry[peer] = [
                 (numbers[v.untyped_storage()._cdata], v.dtype, int(v.storage_offset()), tuple(v.shape), v.stride()) for v in views
             ]
-        self._remember()  # sharing a CPU storage moves it
+        self._remember(self._shards())  # sharing a CPU storage moves it
         everyone: list[Any] = [(handles, geometry)] * self.context.world_size
         if self.context.world_size > 1:
             dist.all_gather_object(everyone, (handles, geometry), group=self.group)

@@ -37,22 +37,21 @@ def message_device(device: torch.device, group: Any) -> torch.device:
     return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
-def adopt(source: Backend, destination: Engine) -> list[Shard] | None:
-    """Make both sides of a process share storage as far as they can.
+def adopt(source: Backend, destination: Engine, have: list[Shard], need: list[Shard]) -> tuple[list[Shard], list[Shard]]:
+    """Make both sides of a process, whose shards are given, share storage as far as they can; returns their shards afterwards.
 
-    First the engine is asked to serve from the backend's storage, which needs all of it: then the engine's shards in that storage are
-    returned. Else the backend is asked to train in the engine's, with those of its shards that the engine holds in the same layout
-    and type; returns None.
+    First the engine is asked to serve from the backend's storage, which needs all of it: then its shards are views of that. Else the
+    backend is asked to train in the engine's, with those of its shards that the engine holds in the same layout and type.
     """
-    have, need = source.shards(), destination.shards()
     views = [view for view in views_in(need, have) if view is not None]
     if len(views) == len(need) and destination.adopt(views):
-        return views
+        return have, views
     if any(shard.tensor is not None for shard in need):
         inside = [view for view in views_in(have, need) if view is not None]
         if inside:
             source.adopt(inside)
-    return None
+            return source.shards(), need
+    return have, need
 
 
 def _pointers(sides: Sequence[Sequence[Shard]]) -> list[int]:
@@ -97,7 +96,7 @@ class Resharding(Transport):
         self._check(self.agreement)
         meet(context.device, context.world_size, self.group)
         self._compile(have, need)
-        self._loads = self._by_name(have)
+        self._loads = self._by_name(have, need)
         self._plan_seconds = perf_counter() - begin
 
     def _agree(self) -> tuple[list[Shard], list[Shard]]:
@@ -113,16 +112,18 @@ class Resharding(Transport):
         return have, need
 
     def _sides(self) -> tuple[list[Shard], list[Shard]]:
-        """Both sides' shards, after sharing what may be shared."""
-        shared = adopt(self.source, self.destination) if self.shares and self.source and self.destination else None
+        """Both sides' shards, after sharing what may be shared. A side is asked once, and again where it has taken other storage."""
         have = self.source.shards() if self.source else []
-        need = self.destination.shards() if self.destination and shared is None else shared or []
-        self._remember()
+        need = own = self.destination.shards() if self.destination else []
+        if self.shares and self.source and self.destination:
+            have, need = adopt(self.source, self.destination, have, own)
+            own = own if need is own else self.destination.shards()
+        self._remember([side for side, held in ((have, self.source), (own, self.destination)) if held is not None])
         return have, need
 
-    def _by_name(self, have: Sequence[Shard]) -> bool:
+    def _by_name(self, have: Sequence[Shard], need: Sequence[Shard]) -> bool:
         """Whether the engine has no shards for this architecture and takes full tensors by name (`Engine.load_weights`)."""
-        if self.destination is None or not have or self.destination.shards():
+        if self.destination is None or not have or need:
             return False
         if part := next((shard for shard in have if not shard.full), None):
             raise ConfigError(
@@ -151,10 +152,9 @@ class Resharding(Transport):
             return False  # a side that gives the same list says that nothing moved
         return _pointers(sides) != self._stamp
 
-    def _remember(self) -> None:
-        """Note where the storages are."""
-        self._seen = self._shards()
-        self._stamp = _pointers(self._seen)
+    def _remember(self, sides: list[list[Shard]]) -> None:
+        """Note where the storages of `_shards()` are."""
+        self._seen, self._stamp = sides, _pointers(sides)
 
     def _shards(self) -> list[list[Shard]]:
         return [side.shards() for side in (self.source, self.destination) if side is not None]

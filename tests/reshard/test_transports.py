@@ -109,6 +109,22 @@ def test_stacked_experts_are_shared_with_an_engine_that_names_each():
     assert backend.shards()[0].tensor.data_ptr() == w13.data_ptr()
 
 
+def test_a_side_is_asked_once_and_again_where_it_has_taken_other_storage(monkeypatch):
+    """An engine may have to look through thousands of weights to answer."""
+    asked = []
+    for kind in (FakeBackend, FakeEngine):
+        monkeypatch.setattr(kind, "shards", lambda self, ask=kind.shards: asked.append(type(self)) or ask(self))
+    served = FakeEngine([replace(s, tensor=None) for s in trainer().held], takes=True)
+    cases = [(Local(), fused_engine(), [1, 1]), (Auto(), fused_engine(), [2, 1]), (Auto(), served, [1, 2])]
+    for transport, engine, times in cases:
+        asked.clear()
+        connect(transport, trainer(), engine)
+        assert [asked.count(kind) for kind in (FakeBackend, FakeEngine)] == times
+        asked.clear()
+        transport.sync(1)
+        assert [asked.count(kind) for kind in (FakeBackend, FakeEngine)] == [1, 1]
+
+
 def test_interleaved_parts_cannot_be_shared():
     """Query rows of two groups with keys between them are no matrix: they are copied."""
     fused = torch.randn(2, 4 + 2, HIDDEN)
