@@ -35,6 +35,7 @@ def benchmarks(gpus: int) -> dict[str, tuple[str, tuple[str, ...]]]:
             "reshard": ("reshard.py --out", ()),
             "switch": ("switch.py --device cpu --model tiny --dtype float32", ()),
             "scaling": ("scaling.py --out", ("scipy",)),
+            "compression": ("compression.py --seeds 0 --steps 20 --out", ()),
             "train": ("train.py --case tiny:megatron:packed:none:512 --length 64 --count 2", ("megatron",)),
             "rollout": ("rollout.py --shapes tiny --quick --out", ("vllm",)),
             "zero_copy": ("zero_copy.py --out", ("vllm",)),

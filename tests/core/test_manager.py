@@ -79,7 +79,7 @@ def test_a_plugin_may_bring_hooks_of_its_own():
 def test_twenty_hook_plugins_cost_under_a_millisecond_a_step(tmp_path):
     """All hooks of a step with twenty plugins in each, stages wrapped by all of them, against the time of one empty Python call, so that
     a slow machine cannot fail it."""
-    batch = _a_batch(tmp_path)
+    batch = fake_run(tmp_path, steps=1).batches[0]
     few, many = PluginManager(), PluginManager()
     for manager, count in ((few, 0), (many, 20)):
         manager.register(Answers(batch), "answers")
@@ -129,19 +129,6 @@ class Answers:
     @hookimpl
     def update(self, run, batch):
         return {"loss": 0.0}
-
-
-def _a_batch(folder):
-    kept = []
-
-    class Keeps:
-        @hookimpl(wrapper=True)
-        def update(self, run, batch):
-            kept.append(batch)
-            return (yield)
-
-    fake_run(folder, plugins=[Keeps()], steps=1)
-    return kept[0]
 
 
 def _passive(name):

@@ -60,19 +60,10 @@ def test_the_trl_config_is_valid(tmp_path):
 def test_truncated_samples_are_masked_by_the_plugin_shown(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "coming-from-trl.md").read_text(), re.DOTALL)
     (tmp_path / "mask.py").write_text(code)
-    kept = []
-
-    class Keeps:
-        from jackfield import hookimpl
-
-        @hookimpl(wrapper=True)
-        def update(self, run, batch):
-            kept.append(batch)
-            return (yield)
-
     sampling = {"max_new_tokens": 4}
-    fake_run(tmp_path / "run", plugins=[Keeps()], hooks=[f"{tmp_path}/mask.py:MaskTruncated"], sampling=sampling, steps=2)
-    for batch in kept:
+    run = fake_run(tmp_path / "run", hooks=[f"{tmp_path}/mask.py:MaskTruncated"], sampling=sampling, steps=2)
+    assert len(run.batches) == 2
+    for batch in run.batches:
         truncated = batch.finish_reasons == 1
         assert 0 < truncated.sum() < len(batch)
         assert batch.loss_mask.any(-1).tolist() == (~truncated).tolist()

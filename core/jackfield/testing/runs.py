@@ -59,6 +59,8 @@ class Trajectory:
     run: Run
     sample_ids: list[list[int]] = field(default_factory=list)
     """Samples trained on, by step."""
+    batches: list[Batch] = field(default_factory=list)
+    """What `update` was given, by step."""
     metrics: list[dict[str, float]] = field(default_factory=list)
     """Metrics by step, without times."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -80,6 +82,12 @@ class _Recorder:
     def advantage(self, run: Run, batch: Batch) -> Iterator[None]:
         """Note what is trained on."""
         self.trajectory.sample_ids.append(batch.sample_ids.tolist())
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def update(self, run: Run, batch: Batch) -> Iterator[None]:
+        """Keep what is trained on."""
+        self.trajectory.batches.append(batch)
         return (yield)
 
     @hookimpl(trylast=True)
