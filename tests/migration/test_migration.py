@@ -85,26 +85,6 @@ def test_trl_functions_get_no_gpus(tmp_path):
         fake_run(tmp_path, rewards=[{"name": "trl", "function": f"{TRL}:share", "gpus": 1}])
 
 
-class Seen:
-    """Keeps what the update was given."""
-
-    batches: list
-
-
-def seen():
-    from jackfield import hookimpl
-
-    class Keeps(Seen):
-        @hookimpl(wrapper=True)
-        def update(self, run, batch):
-            self.batches.append(batch)
-            return (yield)
-
-    found = Keeps()
-    found.batches = []
-    return found
-
-
 TASKS = ("maths", "code", "prose")
 
 
@@ -127,9 +107,8 @@ def test_trl_none_means_does_not_apply(tmp_path):
         {"name": "trl", "function": f"{TRL}:maths_only", "workers": 1, "weight": 3.0, "max_failures": 1},
         {"name": "trl", "function": f"{TRL}:code_only", "workers": 1, "max_failures": 1},
     ]
-    keeper = seen()
-    run = fake_run(tmp_path, plugins=[keeper], rewards=rewards, dataset=f"{__file__}:Tasks", steps=3)
-    for batch, metrics in zip(keeper.batches, run.metrics, strict=True):
+    run = fake_run(tmp_path, rewards=rewards, dataset=f"{__file__}:Tasks", steps=3)
+    for batch, metrics in zip(run.batches, run.metrics, strict=True):
         tasks = [r["task"] for r in batch.records]
         assert batch.rewards.tolist() == [{"maths": 3.0, "code": 2.0}[t] for t in tasks]
         assert batch.loss_mask.any(-1).all()
@@ -141,25 +120,23 @@ def test_trl_none_means_does_not_apply(tmp_path):
 
 def test_trl_none_beside_another_reward(tmp_path):
     """Where a reward of ours scores the sample, None adds nothing and masks nothing; a reward of weight 0 changes nothing."""
-    keeper = seen()
     code = {"name": "trl", "function": f"{TRL}:code_only", "workers": 1}
     rewards = ["jackfield.testing.fakes:FakeReward", code, {**code, "label": "shown", "weight": 0.0}]
-    fake_run(tmp_path, plugins=[keeper], rewards=rewards, dataset=f"{__file__}:Tasks", steps=1)
-    (batch,) = keeper.batches
+    run = fake_run(tmp_path, rewards=rewards, dataset=f"{__file__}:Tasks", steps=1)
+    (batch,) = run.batches
     assert batch.loss_mask.any(-1).all()
     more = torch.tensor([2.0 * (r["task"] == "code") for r in batch.records])
     assert torch.equal(batch.rewards, batch.scores["FakeReward"] + more)
 
 
 def test_trl_token_ids_state_and_metrics(tmp_path):
-    keeper = seen()
     rewards = [{"name": "trl", "function": f"{TRL}:short", "workers": 1}]
-    run = fake_run(tmp_path, plugins=[keeper], rewards=rewards, steps=2, sampling={"max_new_tokens": 6})
-    for step, (batch, metrics) in enumerate(zip(keeper.batches, run.metrics, strict=True)):
+    run = fake_run(tmp_path, rewards=rewards, steps=2, sampling={"max_new_tokens": 6})
+    for step, (batch, metrics) in enumerate(zip(run.batches, run.metrics, strict=True)):
         lengths = batch.response_mask.sum(-1)
         assert torch.equal(batch.rewards, -lengths.float() * (1 + step))
         assert metrics["reward/short/longest"] == lengths.max()
-    assert len({int(n) for b in keeper.batches for n in b.response_mask.sum(-1)}) > 1
+    assert len({int(n) for b in run.batches for n in b.response_mask.sum(-1)}) > 1
 
 
 # ---- verl: the calls ------------------------------------------------------------------------------------------------------
