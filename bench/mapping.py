@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -108,15 +106,13 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         given = [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items() if k not in ("out", "one", "folder") and v is not None]
         for mapping in ("separate", "colocated"):
             command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *given, "--one", mapping, "--folder", name]
-            paths = os.pathsep.join([*ranks.SHELVES, os.environ.get("PYTHONPATH", "")])
-            environment = os.environ | ranks.ENVIRONMENT | {"PYTHONPATH": paths, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            try:
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout, cwd=name)
-            except subprocess.TimeoutExpired:
+            status, said = ranks.call(command, {}, name, args.timeout)
+            if status is None:
                 out.append({"mapping": mapping, "error": f"not finished within {args.timeout:.0f} s"})
-                continue
-            failed = {"mapping": mapping, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
-            out.append(failed if done.returncode else measured(folder, mapping, args.processes))
+            elif status:
+                out.append({"mapping": mapping, "error": (said.strip().splitlines() or ["?"])[-1][:300]})
+            else:
+                out.append(measured(folder, mapping, args.processes))
     if all("step_seconds" in row for row in out):
         out[0]["ratio"] = out[1]["step_seconds"].median / out[0]["step_seconds"].median
     return out
