@@ -18,7 +18,7 @@ from jackfield import microbatch, registry
 from jackfield.batch import Batch
 from jackfield.components import Backend, LossSums, OutputRequest, Outputs, Position, WorkerContext
 from jackfield.config import ComponentSpec, ModelConfig, OptimizerConfig
-from jackfield.testing.ranks import forget_process_group
+from jackfield.testing.ranks import join
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,7 @@ class Rank:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Any, device: str = "cpu") -> None:
-    torch.set_num_threads(1)
-    forget_process_group()
-    backend, own = ("gloo", None) if device == "cpu" else ("cpu:gloo,cuda:nccl", torch.device(device, rank))
-    if own is not None:
-        torch.cuda.set_device(own)
-    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
-    me = Rank(rank, world_size, str(own or device))
+    me = Rank(rank, world_size, str(join(rank, world_size, store, device)))
     while True:
         message = pickle.loads(pipe.recv_bytes())
         if message is None:

@@ -11,7 +11,10 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -52,24 +55,31 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world)]
 
 
-def forget_process_group() -> None:
-    """In a forked child: drop the process group that a backend of one rank made in the parent, so that the child can join another."""
+def join(rank: int, world: int, store: Path | str, device: str = "cpu") -> torch.device:
+    """Make this process one of `world` that meet through the file `store`, by gloo, or by NCCL with a GPU each; returns its device.
+
+    One thread. A default group that a backend of one rank made in the parent is forgotten, so that a forked child can join another.
+    """
+    import torch
     from torch.distributed import distributed_c10d as c10d
 
+    torch.set_num_threads(1)
     if c10d.is_initialized():
         c10d._update_default_pg(None)
         c10d._world = c10d._World()
+    own = torch.device(device) if device == "cpu" else torch.device(device, rank)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    c10d.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=world)
+    return own
 
 
 def _child(rank: int, world: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     status = 1
     try:
-        import torch
         import torch.distributed as dist
 
-        torch.set_num_threads(1)
-        forget_process_group()
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)  # type: ignore[attr-defined]
+        join(rank, world, folder / "store")
         result = function(rank, *args)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
