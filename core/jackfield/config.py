@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from jackfield.components import ComponentConfig
 from jackfield.errors import ConfigError, nearest
@@ -59,6 +59,8 @@ def _labelled(value: Any) -> Any:
     if isinstance(value, dict):
         chosen = value.get("options", value).get("function", value.get("name"))
         value = {"label": str(chosen).rpartition(":")[2], **value}
+        if value["label"] in ("policy", "reference", "critic", "engine"):
+            raise ValueError(f"{value['label']} is a role of its own; give the reward another label")
     return value
 
 
@@ -157,7 +159,7 @@ class CheckpointConfig(ComponentConfig):
 class RunConfig(ComponentConfig):
     """Everything that defines a run."""
 
-    dir: Path = Path("runs/run")
+    dir: Annotated[Path, AfterValidator(Path.expanduser)] = Path("runs/run")
     """The run's folder: metrics, checkpoints, the resolved config."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of everything random."""
@@ -199,6 +201,13 @@ class RunConfig(ComponentConfig):
     disabled: tuple[str, ...] = ()
     """Plugins that are not registered although something names them (`-p no:NAME`)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """`rollout: {overlong: drop}` is a setting of the default rollout."""
+        names = {n: f.default.name for n, f in cls.model_fields.items() if isinstance(f.default, ComponentSpec)}
+        return {**value, **{n: {"name": name, **value[n]} for n, name in names.items() if isinstance(value.get(n), dict)}}
+
 
 def role_config(config: RunConfig, role: str) -> RoleConfig:
     """The role's settings with what it inherits from the policy filled in."""
@@ -213,7 +222,7 @@ def role_config(config: RunConfig, role: str) -> RoleConfig:
     return own.model_copy(update={"model": model, "backend": backend, "optimizer": optimizer})
 
 
-def explain(error: ValidationError, model: type[BaseModel], where: str, plugin: str = "") -> ConfigError:
+def explain(error: ValidationError, model: type[BaseModel], where: str, spec: ComponentSpec | None = None) -> ConfigError:
     """The first problem of a validation error on one line: the field, the cause, the way out.
 
     Where the field can be several things, pydantic tells why it is none of them; the one that got furthest is the one that was meant.
@@ -224,10 +233,11 @@ def explain(error: ValidationError, model: type[BaseModel], where: str, plugin: 
     others = {name for name, *_ in found if name != names[: len(name)]}
     field, more = ".".join(names), f" (and {len(others)} more)" if others else ""
     if problem["type"] == "extra_forbidden":
+        known = [*known, *(n for n in (type(spec).model_fields if spec and len(names) == 1 else ()) if n != "options")]
         hint = nearest(names[-1], known, f"known fields: {', '.join(known) or 'none'}")
         return ConfigError(f"{where}: unknown field {field!r}; {hint}{more}")
     if problem["type"] == "missing":
-        way_out = f"write {{name: {plugin}, {names[0]}: ...}} in the config" if plugin else "`jackfield config` says what it means"
+        way_out = f"write {{name: {spec.name}, {names[0]}: ...}} in the config" if spec else "`jackfield config` says what it means"
         return ConfigError(f"{where}: field {field!r} is missing; {way_out}{more}")
     return ConfigError(f"{where}: {field + ': ' if field else ''}{problem['msg']}, but got {problem['input']!r}{more}")
 
@@ -268,14 +278,14 @@ def load_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} holds no fields: a config is a YAML mapping")
         for item in overrides:
-            _override(tree, item, OmegaConf.from_dotlist)
+            _override(tree, item, lambda text: OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))
         plain: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     return dict(_locate(plain, path.parent))
 
 
-def _override(tree: Any, item: str, parse: Callable[[list[str]], Any]) -> None:
+def _override(tree: Any, item: str, parse: Callable[[str], Any]) -> None:
     """Set one `a.b=c`; below a short form (`algorithm: grpo`) the long one is written out first, so that `algorithm.x=1` works."""
     field, equals, text = item.partition("=")
     *parents, last = field.split(".")
@@ -290,7 +300,7 @@ def _override(tree: Any, item: str, parse: Callable[[list[str]], Any]) -> None:
         if not isinstance(below, dict | list):
             raise ConfigError(f"override {item!r}: {name!r} is {below!r}, which has no fields")
         tree = below
-    tree[_key(tree, last, item)] = parse([f"value={text}"])["value"]
+    tree[_key(tree, last, item)] = parse(text)["value"]
 
 
 def _key(tree: Any, name: str, item: str) -> Any:
@@ -321,6 +331,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), plugins: Sequen
     raw["hooks"] = [*(raw.get("hooks") or []), *(p for p in plugins if not p.startswith("no:"))]
     raw["disabled"] = [*(raw.get("disabled") or []), *(p.removeprefix("no:") for p in plugins if p.startswith("no:"))]
     try:
-        return RunConfig(**raw)
+        return RunConfig.model_validate(raw)
     except ValidationError as error:
         raise explain(error, RunConfig, str(path)) from error

@@ -157,7 +157,7 @@ def build(kind: str, spec: ComponentSpec) -> Any:
         try:
             arguments = (found.Config(**options),)
         except ValidationError as error:
-            raise explain(error, found.Config, f"{kind} {spec.name!r}", spec.name) from error
+            raise explain(error, found.Config, f"{kind} {spec.name!r}", spec) from error
     try:
         return found(*arguments) if isinstance(found, type) else found
     except JackfieldError:

@@ -11,8 +11,8 @@ from torch import Tensor
 from jackfield.batch import Batch
 from jackfield.errors import PluginError
 
-PER_SAMPLE = ("lengths", "prompt_lengths", "group_ids", "sample_ids", "finish_reasons", "rewards")
-"""Tensors of a Batch that are [B]; its others are [B, T]."""
+PER_SAMPLE = ("lengths", "prompt_lengths", "group_ids", "sample_ids", "finish_reasons", "rewards", "records")
+"""Tensors of a Batch that are [B] (`records` is one where there are none); its others are [B, T]."""
 WANTED: dict[str, Any] = {"rollout": Batch, "score": Mapping, "filter": Tensor, "advantage": Batch, "update": Mapping}
 """What the result of a stage hook is."""
 
@@ -49,7 +49,7 @@ def _check(who: str, hook: str, value: Any, size: Sequence[int] | None) -> None:
 def answered(hook: Any, value: Any) -> Any:
     """The result of calling a stage hook. Raises PluginError where nothing came back."""
     if value is None:
-        who = ", ".join(impl.plugin_name for impl in hook.get_hookimpls())
+        who = ", ".join(impl.plugin_name for impl in hook.get_hookimpls()) or "no plugin at all"
         raise PluginError(f"no result came back from hook {hook.name!r} of {who}: one must return it, and a wrapper what its yield gave")
     return value
 

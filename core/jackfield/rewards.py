@@ -91,7 +91,7 @@ class RewardHook:
         try:
             if isinstance(value, Exception):
                 raise value
-            if isinstance(value, str) or not math.isfinite(float(value)):
+            if value is None or isinstance(value, str) or not math.isfinite(float(value)):
                 raise ScoreError(f"{self.label!r} returned {value!r:.200}, not a finite number")
         except Exception as error:  # noqa: BLE001 - whatever the reward returned, or raises when converted, is its own sample's failure
             self._note(error)

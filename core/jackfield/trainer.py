@@ -61,8 +61,11 @@ class Trainer:
         name, size = self.config.algorithm.name, self.config.batch.group_size
         with self.run.manager.guard(name, "needs"):
             needed = self.run.algorithm.needs.min_group_size
+        what = f"algorithm {name!r} compares samples of one prompt"
         if size < needed:
-            raise ConfigError(f"algorithm {name!r} compares samples of one prompt: batch.group_size is {size}, at least {needed} is needed")
+            raise ConfigError(f"{what}: batch.group_size is {size}, at least {needed} is needed")
+        if needed > 1 and not self.config.sampling.temperature:
+            raise ConfigError(f"{what}, but sampling.temperature 0 makes them the same: raise it")
         steps = self.run.algorithm.config.mini_batches
         if steps > self.config.batch.prompts:
             raise ConfigError(f"algorithm.mini_batches is {steps}, more than the {self.config.batch.prompts} groups of batch.prompts")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import click
+
+_FULL = warnings.formatwarning
 
 
 @click.command()
@@ -18,7 +21,7 @@ def train(config: str, overrides: tuple[str, ...], plugins: tuple[str, ...], tra
     """Train as CONFIG says; OVERRIDES are field.subfield=value."""
     from jackfield.config import load_config
 
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = _on_one_line
     settings = load_config(config, overrides, plugins)
     from jackfield.trainer import Trainer
 
@@ -29,6 +32,11 @@ def train(config: str, overrides: tuple[str, ...], plugins: tuple[str, ...], tra
     if trace_hooks:
         for (plugin, hook), seconds in sorted(run.manager.seconds.items(), key=lambda item: -item[1]):
             click.echo(f"{seconds:10.3f} s  {hook:16s} {plugin}")
+
+
+def _on_one_line(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> str:
+    """A warning to the user without the line of code that gives it; others as they are."""
+    return f"warning: {message}\n" if category is UserWarning else _FULL(message, category, *place, **more)
 
 
 def _reward(metrics: Path) -> str:

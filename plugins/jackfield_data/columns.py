@@ -76,10 +76,14 @@ def mapped(row: dict[str, Any], columns: dict[str, str], where: str) -> dict[str
         if source is not None:
             result["answer"] = _text(row[source])
     prompt = result["prompt"]
-    if isinstance(prompt, list) and len(prompt) > 1 and "prompt" not in row and prompt[-1].get("role") == "assistant":
+    if isinstance(prompt, list) and len(prompt) > 1 and "prompt" not in row and _said_by_assistant(prompt[-1]):
         result["prompt"] = prompt[:-1]
         result.setdefault("answer", prompt[-1]["content"])
     return result
+
+
+def _said_by_assistant(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant" and "content" in message
 
 
 def _text(value: Any) -> Any:

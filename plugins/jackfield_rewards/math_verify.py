@@ -8,7 +8,9 @@ from typing import Any
 from math_verify import parse, verify
 
 from jackfield.components import ComponentConfig
+from jackfield.hookspecs import hookimpl
 from jackfield_rewards.function import PoolConfig, PooledReward
+from jackfield_rewards.text import AnsweredReward
 
 
 class MathConfig(PoolConfig):
@@ -18,11 +20,17 @@ class MathConfig(PoolConfig):
     """The row's field that holds the right answer, as LaTeX or plain; `$` or `\\boxed` around it are welcome."""
 
 
-class Math(PooledReward):
+class Math(PooledReward, AnsweredReward):
     """1 where the response's answer is mathematically equal to the row's, else 0; a sample whose row cannot be parsed has no score."""
 
     Config: type[ComponentConfig] = MathConfig
     pool_function = "jackfield_rewards.math_verify:equal"
+
+    @hookimpl
+    def configure(self, run: Any) -> None:
+        """See AnsweredReward and PooledReward."""
+        AnsweredReward.configure(self, run)
+        super().configure(run)
 
 
 @lru_cache(maxsize=4096)

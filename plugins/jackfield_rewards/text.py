@@ -10,6 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jackfield.components import ComponentConfig, Reward
+from jackfield.errors import DataError
+from jackfield.hookspecs import hookimpl
 from jackfield_rewards.function import PoolConfig, PooledReward
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
@@ -23,6 +25,22 @@ class AnswerConfig(ComponentConfig):
     """The row's field that holds the right answer."""
 
 
+class AnsweredReward(Reward):
+    """Base of rewards that read a right answer from the row."""
+
+    config: Any
+
+    @hookimpl
+    def configure(self, run: Any) -> None:
+        """Raise DataError where the first row has no answer; a rollout with an environment may still put it there."""
+        row = run.prompts.dataset[0]
+        if run.config.rollout.name == "single_turn" and isinstance(row, dict) and self.config.answer not in row:
+            raise DataError(
+                f"reward {type(self).__name__} reads field {self.config.answer!r}, which row 0 lacks: it has {', '.join(map(str, row))}; "
+                "name another as the reward's `answer`, or map one with dataset.columns"
+            )
+
+
 class ExactConfig(AnswerConfig):
     """Settings of `exact`."""
 
@@ -32,7 +50,7 @@ class ExactConfig(AnswerConfig):
     """Compare case-insensitively."""
 
 
-class Exact(Reward):
+class Exact(AnsweredReward):
     """1 where the response is the answer, else 0."""
 
     Config: type[ComponentConfig] = ExactConfig
@@ -48,7 +66,7 @@ class Exact(Reward):
         return [float(plain(r["response"]) == plain(r[self.config.answer])) for r in records]
 
 
-class LastNumber(Reward):
+class LastNumber(AnsweredReward):
     """1 where the last number in the response equals the answer, else 0 (also where there is no number)."""
 
     Config: type[ComponentConfig] = AnswerConfig
@@ -67,7 +85,7 @@ class LastNumber(Reward):
         return float(bool(found) and Decimal(found[-1].replace(",", "")) == wanted)
 
 
-class Share(Reward):
+class Share(AnsweredReward):
     """The share of the response's words that equal the answer; 0 for an empty response."""
 
     Config: type[ComponentConfig] = AnswerConfig

@@ -89,18 +89,21 @@ class PromptEncoder:
         if not isinstance(prompt.record, dict):
             raise DataError(f"{where}: the dataset returned a {type(prompt.record).__name__} as a row; a dict with `prompt` is wanted")
         content = prompt.record.get("prompt")
-        if isinstance(content, str):
-            text, ids = content, self._text(content)
-        elif is_chat(content):
-            if self.template is None:
-                raise DataError(f"{where} is a list of chat messages, but the tokenizer has no chat template; set rollout.template")
-            text = self.render(content)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
+        if is_chat(content) and self.template is None:
+            raise DataError(f"{where} is a list of chat messages, but the tokenizer has no chat template; set rollout.template")
+        if not isinstance(content, str) and not is_chat(content):
             keys = ", ".join(map(str, prompt.record)) or "nothing"
             raise DataError(
                 f"{where} has no usable `prompt` (text, or messages with role and content): its row has {keys}; map it with dataset.columns"
             )
+        try:
+            text = content if isinstance(content, str) else self.render(content)
+            ids = self._text(text) if isinstance(content, str) else self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(
+                f"{where} cannot be rendered or tokenized ({why}): its text is {str(content)[:60]!a}; correct the row"
+            ) from error
         if not ids:
             raise DataError(f"{where} is empty: its text {text[:40]!r} gives 0 tokens; remove the row")
         return Encoded(prompt, text, tuple(ids))

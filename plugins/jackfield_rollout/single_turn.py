@@ -9,6 +9,7 @@ import numpy as np
 
 from jackfield.batch import Batch, Prompt, Trajectory
 from jackfield.components import ComponentConfig, Request, Rollout, Sample
+from jackfield.errors import ConfigError
 from jackfield.hookspecs import hookimpl
 from jackfield_rollout.prompts import Encoded, PromptConfig, PromptEncoder, load_tokenizer
 from jackfield_rollout.seeds import gather, sample_seed
@@ -27,6 +28,8 @@ class PromptedRollout(Rollout):
     @hookimpl
     def configure(self, run: Any) -> None:
         """Load the tokenizer before any model is, and try it on the first rows."""
+        if run.config.policy.model is None:
+            raise ConfigError("policy.model is missing: name a local Hugging Face folder or a hub model")
         path = run.config.policy.model.path
         run.tokenizer = load_tokenizer(path)
         self.encoder = PromptEncoder(self.config, path, run.tokenizer)

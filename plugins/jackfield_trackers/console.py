@@ -25,6 +25,9 @@ class Console(Tracker):
         """Steps between lines where the output is no terminal."""
         show: tuple[str, ...] = ("reward", "response/length", "kl", "entropy", "grad_norm", "rollout_gap/mean", "time/step")
         """Metrics to show, in this order, as far as they exist."""
+        alarm: tuple[str, ...] = ("skipped", "bad_gradients", "rollout/overlong", "rollout/aborted")
+        """Metrics to show beside them wherever they are not 0: a step with nothing to train, a gradient that was not finite, prompts that
+        were dropped, samples that the engine gave up."""
 
     config: Config
 
@@ -45,7 +48,8 @@ class Console(Tracker):
     @hookimpl(trylast=True)
     def step_end(self, run: Run, metrics: dict[str, float]) -> None:
         """Show the step."""
-        text = "  ".join(f"{name.removeprefix('time/')} {metrics[name]:.4g}" for name in self.config.show if name in metrics)
+        names = [*(n for n in self.config.show if n in metrics), *(n for n in self.config.alarm if metrics.get(n))]
+        text = "  ".join(f"{name.removeprefix('time/')} {metrics[name]:.4g}" for name in names)
         if self.bar is not None:
             self.bar.update(self.task, completed=run.step, description=text)
         elif run.step % self.config.every == 0 or run.step == run.config.steps:

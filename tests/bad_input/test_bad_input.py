@@ -21,16 +21,28 @@ LIMIT = 100_000
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch, capfd):
-    """Runs `jackfield train` on the quickstart, smaller; returns the exit code and stderr. The run's folder is tmp_path/run."""
+def main(monkeypatch, capfd):
+    """Runs `jackfield train`; returns the exit code and stderr."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["jackfield", "train", *words])
+        capfd.readouterr()
+        try:
+            cli.main()
+        except SystemExit as ended:
+            return ended.code, capfd.readouterr().err
+        return 0, capfd.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def train(tmp_path, main):
+    """Runs the quickstart, smaller; the run's folder is tmp_path/run."""
 
     def run(*overrides, config=EXAMPLES / "quickstart.yaml"):
         settings = [f"dir={tmp_path / 'run'}", f"policy.model.path={EXAMPLES / 'tiny'}", "steps=2", "trackers=[]", "batch.prompts=2"]
-        monkeypatch.setattr(sys, "argv", ["jackfield", "train", str(config), *settings, *overrides])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code, capfd.readouterr().err
+        return main(str(config), *settings, *overrides)
 
     return run
 
@@ -110,6 +122,41 @@ def test_prompt_longer_than_the_context(train, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def rows(tmp_path, *lines):
+    """An override that names a data set of these lines."""
+    (tmp_path / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return f"dataset={{name: jsonl, path: '{tmp_path / 'rows.jsonl'}'}}"
+
+
+def test_prompts_that_are_all_dropped(train, tmp_path):
+    row = json.dumps({"prompt": " ".join(["t1"] * 121), "answer": "t1"})
+    code, err = train(rows(tmp_path, row), "rollout.overlong=drop", "trackers=[console]")
+    assert code == 0
+    assert "skipped 1  rollout/overlong 20" in err
+
+
+@pytest.mark.parametrize("reward", ["share", "exact", "last_number", "math"])
+def test_a_row_without_an_answer(train, tmp_path, reward):
+    if reward == "math":
+        pytest.importorskip("math_verify")
+    result = train(rows(tmp_path, '{"prompt": "t1", "gold": "t1"}'), f"rewards=[{reward}]")
+    refused(result, "reads field 'answer', which row 0 lacks: it has prompt, gold", "`answer`", "dataset.columns")
+    assert not (tmp_path / "run").exists()
+    assert train(rows(tmp_path, '{"prompt": "t1", "gold": "3"}'), f"rewards=[{{name: {reward}, answer: gold}}]", "steps=0")[0] == 0
+
+
+def test_rows_that_no_tokenizer_reads(train, tmp_path):
+    refused(
+        train(rows(tmp_path, r'{"prompt": "t1 \ud83d", "answer": "t1"}')), "prompt 0 cannot be rendered or tokenized", "correct the row"
+    )
+    refused(train(rows(tmp_path, '{"messages": ["a", "b"], "answer": "t1"}')), "prompt 0 has no usable `prompt`")
+    refused(train(rows(tmp_path, '{"messages": [{"role": "user", "content": "a"}], "answer": "t1"}')), "the tokenizer has no chat template")
+
+
+def test_an_override_below_another(train, tmp_path):
+    refused(train(rows(tmp_path, '{"prompt": "t1"}'), "dataset.limit=0"), "dataset 'jsonl': limit: Input should be greater than 0")
+
+
 def test_unknown_plugin(train, tmp_path):
     refused(train("algorithm=grop"), "no algorithm is called 'grop'", "did you mean", "'grpo'", "jackfield plugins")
     refused(train("rewards=[exakt]"), "no reward is called 'exakt'", "'exact'")
@@ -129,17 +176,33 @@ def test_group_of_one_with_grpo(train, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_greedy_samples_with_grpo(train, tmp_path):
+    refused(train("sampling.temperature=0"), "'grpo' compares samples of one prompt", "temperature 0 makes them the same: raise it")
+    assert not (tmp_path / "run").exists()
+    assert train("sampling.temperature=0", "algorithm=reinforce_pp", "steps=0")[0] == 0
+
+
+def test_what_a_run_needs_is_left_out(train, tmp_path):
+    refused(train("-p", "no:single_turn"), "no result came back from hook 'rollout' of no plugin at all")
+    refused(train("-p", "no:share"), "no:share leaves out a plugin that this run does not have; did you mean 'reward share'?")
+
+
 def test_more_mini_batches_than_groups(train, tmp_path):
     refused(train("algorithm.mini_batches=3"), "algorithm.mini_batches is 3", "2 groups of batch.prompts")
     assert not (tmp_path / "run").exists()
 
 
-def test_config_file(train, tmp_path):
+def test_config_file(train, main, tmp_path):
     refused(train(config=tmp_path / "none.yaml"), "there is no config file")
     (tmp_path / "torn.yaml").write_text("policy: {model: [")
     refused(train(config=tmp_path / "torn.yaml"), "torn.yaml")
     (tmp_path / "empty.yaml").write_text("")
     refused(train(config=tmp_path / "empty.yaml"), "field")
+    (tmp_path / "number.yaml").write_text((EXAMPLES / "quickstart.yaml").read_text() + "5: x\n")
+    refused(train(config=tmp_path / "number.yaml"), "number.yaml", "Keys should be strings")
+    (tmp_path / "bare.yaml").write_text("policy: {}\nalgorithm: grpo\ndataset: copy\nrewards: [share]\n")
+    config = str(tmp_path / "bare.yaml")
+    refused(main(config, f"dir={tmp_path / 'run'}"), "policy.model is missing: name a local Hugging Face folder or a hub model")
     refused(train("steps"), "'steps' is not of the form field.subfield=value")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from jackfield import Algorithm, Component, Reward, hookimpl, registry
 from jackfield.cli import app
-from jackfield.config import ComponentSpec, load_config
+from jackfield.config import ComponentSpec, RewardSpec, load_config
 from jackfield.errors import CheckpointError, ConfigError, DataError, JackfieldError, PluginError
 from jackfield.manager import PluginManager
 from jackfield.testing.runs import fake_config, fake_run
@@ -144,6 +144,8 @@ def test_api_version(name, who):
         ("steps", "override 'steps' is not of the form field.subfield=value"),
         ("rewards.3=exact", "override 'rewards.3=exact': '3' is no index below 1"),
         ("rewards.first=exact", "override 'rewards.first=exact': 'first' is no index below 1"),
+        ("rewards=[{name: x, label: policy}]", "rewards.0: Value error, policy is a role of its own; give the reward another label"),
+        ("rollout=5", "rollout: Input should be a valid dictionary or instance of ComponentSpec, but got 5"),
         ("seed=-1", "seed: Input should be greater than or equal to 0, but got -1"),
         ("sampling.temperature=.inf", "sampling.temperature: Input should be a finite number, but got inf"),
         ("sampling.stop_ids=[-1]", "sampling.stop_ids.0: Input should be greater than or equal to 0, but got -1"),
@@ -190,6 +192,17 @@ def test_a_components_own_type():
 def test_a_clip_ratio_below_zero(name, option):
     text = message(ConfigError, registry.build, "algorithm", ComponentSpec(name=name, options={option: -0.1}))
     assert f"algorithm '{name}': {option}: Input should be greater than or equal to 0, but got -0.1" in text
+
+
+def test_a_setting_of_the_core_beside_a_plugins_own():
+    spec = RewardSpec(name="share", options={"weigth": 2})
+    assert message(ConfigError, registry.build, "reward", spec) == "reward 'share': unknown field 'weigth'; did you mean 'weight'?"
+
+
+def test_overrides_below_what_the_file_leaves_out():
+    config = load_config(FAKE, ["engine={name: vllm}", "engine.gpus=2", "launcher.processes=2"])
+    assert (config.engine.name, config.engine.gpus) == ("vllm", 2)
+    assert (config.launcher.name, config.launcher.options) == ("local", {"processes": 2})
 
 
 def test_a_plugin_that_needs_a_setting():
