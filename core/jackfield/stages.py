@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 
 from jackfield.batch import Batch, Prompt
-from jackfield.errors import PluginError
 from jackfield.results import answered
 from jackfield.rewards import combine
 from jackfield.run import Run
@@ -35,9 +34,8 @@ def rate(run: Run, batch: Batch, prompts: list[Prompt]) -> Batch:
 
 def score(run: Run, batch: Batch) -> Batch:
     """Every reward's scores, and their weighted sum."""
-    scores = {name: values for result in answered(run.hook.score, run.hook.score(run=run, batch=batch)) for name, values in result.items()}
-    if not scores:
-        raise PluginError(f"no scores came from hook 'score' of {', '.join(i.plugin_name for i in run.hook.score.get_hookimpls())}")
+    found = [result for result in run.hook.score(run=run, batch=batch) if result]
+    scores = {name: values for result in answered(run.hook.score, found or None) for name, values in result.items()}
     rewards, scored = combine(scores, run.config.rewards, len(batch))
     return batch.replace(scores=batch.extras.empty().update(scores), rewards=rewards, loss_mask=batch.loss_mask & scored[:, None])
 

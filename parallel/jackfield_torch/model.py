@@ -87,6 +87,9 @@ def _pretrained(config: ModelConfig, settings: Any) -> Any:
         missing -= {name for name in missing if name.startswith("score.")}
     if missing:
         raise DataError(f"model {config.path}: {len(missing)} weights are not in its files, first {sorted(missing)[0]}")
+    bad = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    if bad:
+        raise DataError(f"model {config.path}: {len(bad)} weights hold NaN or infinities, first {bad[0]}; give the model's folder anew")
     return model
 
 

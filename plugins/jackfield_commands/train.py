@@ -26,6 +26,8 @@ def train(config: str, overrides: tuple[str, ...], plugins: tuple[str, ...], tra
     from jackfield.trainer import Trainer
 
     run = Trainer(settings).train()
+    if "time/step" not in run.metrics:
+        click.echo(f"nothing to train: the run is at step {run.step}, and steps is {settings.steps}")
     if summary := _reward(run.dir / "metrics.jsonl"):
         click.echo(summary)
     click.echo(f"run folder: {run.dir}")

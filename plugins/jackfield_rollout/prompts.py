@@ -76,7 +76,8 @@ class PromptEncoder:
             raise ConfigError(f"rollout.chat is 'always', but the tokenizer of {model!r} has no chat template; set rollout.template")
         if config.system is not None and (config.chat == "never" or self.template is None):
             raise ConfigError("rollout.system needs a chat template, but none is in use; set rollout.template, and chat to auto or always")
-        self.context = config.context or _context(model, tokenizer)
+        self.context, self.vocabulary = _limits(model, tokenizer)
+        self.context = config.context or self.context
 
     @property
     def chats(self) -> bool:
@@ -106,6 +107,10 @@ class PromptEncoder:
             ) from error
         if not ids:
             raise DataError(f"{where} is empty: its text {text[:40]!r} gives 0 tokens; remove the row")
+        if self.vocabulary is not None and max(ids) >= self.vocabulary:
+            raise DataError(
+                f"{where} has token {max(ids)}, but the model's vocab_size is {self.vocabulary}: its folder has another model's tokenizer"
+            )
         return Encoded(prompt, text, tuple(ids))
 
     def _text(self, text: str) -> list[int]:
@@ -154,10 +159,14 @@ def is_chat(content: Any) -> bool:
     return isinstance(content, list) and bool(content) and all(isinstance(m, dict) and "role" in m and "content" in m for m in content)
 
 
-def _context(model: str, tokenizer: Any) -> int | None:
-    """The model's longest sequence in tokens, None where nothing says."""
-    config = AutoConfig.from_pretrained(model)
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if found is None and tokenizer.model_max_length < NO_LIMIT:
-        found = tokenizer.model_max_length
-    return found
+def _limits(model: str, tokenizer: Any) -> tuple[int | None, int | None]:
+    """The model's longest sequence in tokens and the size of its vocabulary; None where nothing says. Raises DataError."""
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise DataError(f"policy.model {model!r}: config.json cannot be used ({why}); give a Hugging Face folder") from error
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None and tokenizer.model_max_length < NO_LIMIT:
+        context = tokenizer.model_max_length
+    return context, getattr(config, "vocab_size", None)

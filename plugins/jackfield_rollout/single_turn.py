@@ -30,6 +30,8 @@ class PromptedRollout(Rollout):
         """Load the tokenizer before any model is, and try it on the first rows."""
         if run.config.policy.model is None:
             raise ConfigError("policy.model is missing: name a local Hugging Face folder or a hub model")
+        if run.config.policy.model.head != "lm":
+            raise ConfigError("policy.model.head is 'value', with which nothing can be sampled: leave it out (a critic has it by itself)")
         path = run.config.policy.model.path
         run.tokenizer = load_tokenizer(path)
         self.encoder = PromptEncoder(self.config, path, run.tokenizer)

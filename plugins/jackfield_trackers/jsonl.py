@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jackfield.components import Tracker
-from jackfield.config import RunConfig
+from jackfield.config import RunConfig, role_config
 from jackfield.errors import CheckpointError, PluginError
 from jackfield.hookspecs import hookimpl
 from jackfield.shard import BYTES
@@ -25,7 +25,9 @@ class JsonLines(Tracker):
     @hookimpl(tryfirst=True)
     def configure(self, run: Run) -> None:
         """See what made the run."""
-        run.plugins = recorded.plugins(run.manager)
+        backend = role_config(run.config, "policy").backend
+        made = {"class": backend.name if backend else "", "distribution": "", "stages": ["update"]}
+        run.plugins = recorded.plugins(run.manager) | {"policy.backend": made}
 
     def _write(self, run: Run, folder: Path) -> None:
         (folder / "config.json").write_text(run.config.model_dump_json(indent=1))

@@ -100,6 +100,36 @@ def test_weights_that_are_not_all_there(train, tmp_path):
     refused(train(f"policy.model.path={model}", "policy.model.init=pretrained"), "1 weights", "model.layers.1.mlp.up_proj.weight")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(train, tmp_path, value):
+    from safetensors.torch import load_file, save_file
+
+    model = tiny_model(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    result = train(f"policy.model.path={model}", "policy.model.init=pretrained")
+    refused(result, "1 weights hold NaN or infinities", "model.layers.1.mlp.up_proj.weight")
+
+
+def test_a_tokenizer_of_another_model(train, tmp_path):
+    model = tiny_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 5}))
+    refused(train(f"policy.model.path={model}"), "prompt 0 has token ", "the model's vocab_size is 5", "another model's tokenizer")
+    (model / "config.json").write_text("{}")
+    refused(train(f"policy.model.path={model}"), "config.json cannot be used", "model_type", "give a Hugging Face folder")
+
+
+def test_a_policy_with_a_value_head(train, tmp_path):
+    refused(train("policy.model.head=value"), "policy.model.head is 'value', with which nothing can be sampled: leave it out")
+
+
+def test_resuming_on_another_backend(train, tmp_path):
+    assert train("steps=1")[0] == 0
+    refused(train("policy.backend=fsdp"), "policy.backend was torch and is fsdp", "start in another dir")
+
+
 def test_empty_dataset(train, tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
     refused(train("dataset.name=jsonl", f"dataset.path={tmp_path / 'rows.jsonl'}"), "rows.jsonl is empty", "give a dataset")

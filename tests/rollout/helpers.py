@@ -29,7 +29,7 @@ class RulePolicy:
 
 def make_run(model, policy, *, group_size=2, max_new_tokens=4, seed=3, step=5, rows=()):
     """A run whose dataset is `rows`."""
-    config = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(path=str(model))))
+    config = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(path=str(model), head="lm")))
     sampling = SamplingConfig(max_new_tokens=max_new_tokens)
     run = SimpleNamespace(config=config, policy=policy, seed=seed, step=step, group_size=group_size, sampling=sampling)
     run.metrics, run.tokenizer, run.prompts = {}, None, SimpleNamespace(dataset=rows)
