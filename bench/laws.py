@@ -93,7 +93,10 @@ def _layout(name: str, device: str, quick: bool, timeout: float) -> list[dict[st
 
 
 def _module(name: str, device: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"spmd_{name}", ROOT / "tests" / "reshard" / f"{name}.py")
+    folder = ROOT / "tests" / "reshard"
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # what the tests import from beside them
+    spec = importlib.util.spec_from_file_location(f"spmd_{name}", folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import megatron_reference as R
 import pytest
 import torch
 
@@ -19,12 +20,6 @@ from jackfield.testing.ranks import run_ranks
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("needs megatron-core", allow_module_level=True)
 pytestmark = pytest.mark.megatron
-
-_spec = importlib.util.spec_from_file_location("megatron_reference", Path(__file__).with_name("reference.py"))
-R = sys.modules.get("megatron_reference") or importlib.util.module_from_spec(_spec)
-if "megatron_reference" not in sys.modules:
-    sys.modules["megatron_reference"] = R
-    _spec.loader.exec_module(R)
 
 
 @pytest.fixture(scope="module", autouse=True)

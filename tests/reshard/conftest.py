@@ -1,8 +1,13 @@
-"""Ranks for tests: processes forked from one import of torch, joined by gloo."""
+"""Ranks for tests: processes forked from one import of torch, joined by gloo. `reshard_fakes.py` is imported from beside the tests."""
+
+import sys
+from pathlib import Path
 
 import pytest
 
 from jackfield.testing.ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Adapters travel alone: the base is sent once, and after fifty syncs the engine holds what a fresh merge gives."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+import reshard_fakes as fakes
 import torch
 from safetensors.torch import load_file
 
@@ -17,10 +15,6 @@ from jackfield_reshard.families import read_config, tensors
 from jackfield_reshard.layout import Layout
 from jackfield_reshard.materialise import materialise
 from jackfield_reshard.transports import P2P, Auto
-
-_spec = importlib.util.spec_from_file_location("reshard_fakes", Path(__file__).with_name("fakes.py"))
-fakes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fakes)
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "alpha": 8}

@@ -1,10 +1,9 @@
 """The families' tables say what real backends and engines emit, and real backends' weights reach an engine's layout."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+import reshard_fakes as fakes
 import torch
 
 from jackfield import registry
@@ -18,10 +17,6 @@ from jackfield_reshard.materialise import materialise
 from jackfield_reshard.modules import module_shards
 from jackfield_reshard.sides import shards
 from jackfield_reshard.transports import Auto
-
-_spec = importlib.util.spec_from_file_location("reshard_fakes", Path(__file__).with_name("fakes.py"))
-fakes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fakes)
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"]

@@ -1,10 +1,9 @@
 """Transports `delta` and `disk`: exact whatever happened to the engine in between, and honest about bytes."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+import reshard_fakes as fakes
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +15,6 @@ from jackfield_reshard.disk import Disk, load_version, versions
 from jackfield_reshard.families import tensors
 from jackfield_reshard.layout import Layout
 from jackfield_reshard.materialise import drawn, materialise
-
-_spec = importlib.util.spec_from_file_location("reshard_fakes", Path(__file__).with_name("fakes.py"))
-fakes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fakes)
 
 MODEL = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CPU = torch.device("cpu")

@@ -1,11 +1,11 @@
 """Laws 23 to 26 of docs/laws.md as far as they are the transports': completeness, odd tensors, ties and padding, versions; and memory."""
 
 import ctypes
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import reshard_fakes as fakes
 import torch
 
 from jackfield.components import WorkerContext
@@ -18,9 +18,6 @@ from jackfield_reshard.materialise import drawn, materialise
 from jackfield_reshard.sides import shards
 from jackfield_reshard.transports import P2P, Auto, Local
 
-_spec = importlib.util.spec_from_file_location("reshard_fakes", Path(__file__).with_name("fakes.py"))
-fakes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fakes)
 shard = fakes.shard
 
 MODEL = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -1,11 +1,10 @@
 """Transport `overlap`: the same weights arrive as without it, and part of the work is done before the sync."""
 
 import functools
-import importlib.util
 import operator
-from pathlib import Path
 
 import pytest
+import reshard_fakes as fakes
 import torch
 
 from jackfield import registry
@@ -18,10 +17,6 @@ from jackfield_reshard.families import read_config, tensors
 from jackfield_reshard.layout import Layout
 from jackfield_reshard.materialise import materialise
 from jackfield_reshard.overlap import Overlap
-
-_spec = importlib.util.spec_from_file_location("reshard_fakes", Path(__file__).with_name("fakes.py"))
-fakes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fakes)
 
 CPU = torch.device("cpu")
 

@@ -1,10 +1,9 @@
 """Real transfers between processes (gloo): every layout's weights arrive bit for bit, and no byte too many is sent."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import reshard_fakes as fakes
 import torch
 
 from jackfield.components import WorkerContext
@@ -14,10 +13,6 @@ from jackfield_reshard.ipc import Ipc
 from jackfield_reshard.layout import Layout
 from jackfield_reshard.materialise import drawn, materialise
 from jackfield_reshard.transports import P2P, Auto
-
-_spec = importlib.util.spec_from_file_location("reshard_fakes", Path(__file__).with_name("fakes.py"))
-fakes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fakes)
 
 LLAMA = {
     "model_type": "llama",

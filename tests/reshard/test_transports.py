@@ -1,21 +1,15 @@
 """Transports within one process: what is shared, what is copied, and what the errors say."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from reshard_fakes import FakeBackend, FakeEngine, randomise, shard
 
 from jackfield.components import WorkerContext
 from jackfield.errors import ConfigError
 from jackfield_reshard.modules import Unmoved, held, module_shards
 from jackfield_reshard.transports import Alias, Auto, Local
-
-_spec = importlib.util.spec_from_file_location("reshard_fakes", Path(__file__).with_name("fakes.py"))
-fakes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fakes)
-FakeBackend, FakeEngine, randomise, shard = fakes.FakeBackend, fakes.FakeEngine, fakes.randomise, fakes.shard
 
 CONTEXT = WorkerContext("policy", torch.device("cpu"), 0)
 Q, KV, HIDDEN = 8, 4, 6

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
-from pathlib import Path
 
 import pytest
+from rollout_helpers import RulePolicy, make_run
 
 from jackfield.batch import Prompt
 from jackfield.errors import ConfigError, PluginError
 from jackfield.testing.models import EOS, tiny_model
 from jackfield_rollout.multi_turn import MultiTurn
-
-spec = importlib.util.spec_from_file_location("rollout_helpers", Path(__file__).with_name("helpers.py"))
-helpers = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(helpers)
-RulePolicy, make_run = helpers.RulePolicy, helpers.make_run
 
 GAME = """
     class Game:

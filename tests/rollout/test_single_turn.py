@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from rollout_helpers import RulePolicy, make_run
 
 from jackfield.batch import Batch, Prompt
 from jackfield.components import Sample
@@ -14,11 +12,6 @@ from jackfield.errors import ConfigError, DataError, WorkerError
 from jackfield.testing.models import EOS, tiny_model
 from jackfield_rollout.seeds import gather, sample_seed
 from jackfield_rollout.single_turn import SingleTurn
-
-spec = importlib.util.spec_from_file_location("rollout_helpers", Path(__file__).with_name("helpers.py"))
-helpers = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(helpers)
-RulePolicy, make_run = helpers.RulePolicy, helpers.make_run
 
 
 @pytest.fixture(scope="module")
