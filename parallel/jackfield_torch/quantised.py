@@ -23,11 +23,12 @@ PIECE = 1 << 24
 
 def encode(values: Tensor, noise: torch.Generator) -> Tensor:
     """Float32 values [rows, BLOCK] as int8 [rows, BLOCK + 4], the last four being the scale. A row that is not finite has such a scale."""
-    scale = values.abs().amax(dim=1, keepdim=True) / 127
-    steps = values / scale.clamp(min=torch.finfo(torch.float32).tiny)
-    steps += torch.rand(values.shape, generator=noise, device=values.device)
+    # the largest value comes out just below 127, so that what is added to it cannot round up to 128
+    scale = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True) * ((1 + 1e-6) / 127)
+    steps = torch.rand(values.shape, generator=noise, device=values.device)
+    steps.addcdiv_(values, scale.clamp(min=torch.finfo(torch.float32).tiny))
     coded = torch.empty(len(values), BLOCK + 4, dtype=torch.int8, device=values.device)
-    coded[:, :BLOCK] = steps.floor_().clamp_(-127, 127)
+    coded[:, :BLOCK] = steps.floor_()
     coded.view(torch.float32)[:, BLOCK // 4 :] = scale
     return coded
 
@@ -50,8 +51,8 @@ def all_reduce(gradients: Sequence[Tensor], seed: int) -> None:
     noise = torch.Generator(pieces[0].device).manual_seed(seed * ranks + rank)
     parts = []
     for piece in pieces:
-        flat = piece.reshape(-1)
-        sent = encode(pad(flat, (0, -len(flat) % (ranks * BLOCK))).view(-1, BLOCK), noise)
+        flat, missing = piece.reshape(-1), -piece.numel() % (ranks * BLOCK)
+        sent = encode((pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK), noise)
         received = torch.empty_like(sent)
         parts.append((received, dist.all_to_all_single(received, sent, async_op=True)))
     sums = []
