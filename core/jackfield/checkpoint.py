@@ -87,7 +87,8 @@ def load(run: Run, folder: Path) -> None:
         torch.set_rng_state(rng["torch"])
         random.setstate(rng["python"])
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{folder} is no readable checkpoint: {' '.join(str(error).split())}") from error
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{folder} is no readable checkpoint: {why}; remove it to resume from the one before it") from error
 
 
 def _sync_to_disk(folder: Path) -> None:

@@ -28,7 +28,11 @@ def export(run_folder: Path, out: Path, step: int | None) -> None:
         raise CheckpointError(f"{run_folder} has no checkpoint {name or 'at all'}; it has: {', '.join(found) or 'none'}")
     if out.exists():
         raise DataError(f"{out} exists already: name a new folder")
-    trainer = Trainer(RunConfig.model_validate_json((run_folder / "config.json").read_text()))
+    try:
+        config = RunConfig.model_validate_json((found[name] / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{found[name]} has no readable config.json ({' '.join(str(error).split())}): export another step") from error
+    trainer = Trainer(config)
     try:
         policy = Role("policy", trainer.launcher.start(trainer.config, ["policy"])["policy"], trainer.config)
         policy.load(found[name] / "policy")

@@ -39,7 +39,10 @@ def read(folder: Path) -> RunRecord:
     if not steps:
         raise DataError(f"{metrics} holds no finished step yet; wait for the first, or look at the run's own output")
     config = folder / "config.json"
-    settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    try:
+        settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{config} is not JSON ({error}): mend it, or remove it and go without the run's settings") from error
     samples = folder / "samples.jsonl"
     return RunRecord(folder.resolve().name, settings, steps, _lines(samples) if samples.is_file() else [])
 

@@ -36,7 +36,8 @@ def resolve(name: str) -> Any:
 
 
 def main(connection: Connection) -> None:
-    """Serve calls until the other side closes."""
+    """Serve calls until the other side closes. Ctrl-C is the run's to answer: it may still want the scores of the step under way."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, adapter, arguments, path, seconds = connection.recv()
     sys.path[:] = path
     try:
@@ -70,5 +71,5 @@ def main(connection: Connection) -> None:
 if __name__ == "__main__":
     try:
         main(Connection(int(sys.argv[1])))
-    except (KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
+    except (BrokenPipeError, ConnectionResetError):
         sys.exit(1)

@@ -45,7 +45,8 @@ class JsonLines(Tracker):
             plugins, config = (json.loads((folder / name).read_text()) for name in ("plugins.json", "config.json"))
             before = RunConfig.model_validate(config)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} is no readable checkpoint: {' '.join(str(error).split())}") from error
+            why = " ".join(str(error).split())
+            raise CheckpointError(f"{folder} is no readable checkpoint: {why}; remove it to resume from the one before it") from error
         strict = run.config.checkpoint.changed_plugins == "error"
         run.metrics["resume/plugins_changed"] = float(len(recorded.compare(plugins, run.plugins, strict=strict)))
         recorded.changed(recorded.settings(before), recorded.settings(run.config))

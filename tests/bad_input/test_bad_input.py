@@ -249,6 +249,16 @@ def test_export_of_a_folder_that_is_not_there(tmp_path, monkeypatch, capfd):
     refused((ended.value.code, capfd.readouterr().err), "nowhere is no folder: give the run's own")
 
 
+def test_export_of_a_checkpoint_without_its_config(train, tmp_path, monkeypatch, capfd):
+    assert train("steps=1")[0] == 0
+    (tmp_path / "run" / "checkpoints" / "step-00000001" / "config.json").write_text("{")
+    monkeypatch.setattr(sys, "argv", ["jackfield", "export", str(tmp_path / "run"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    refused((ended.value.code, capfd.readouterr().err), "step-00000001 has no readable config.json", "export another step")
+    assert not (tmp_path / "out").exists()
+
+
 def test_disk_full_while_a_checkpoint_is_written(train, tmp_path, monkeypatch):
     real = os.fsync
 

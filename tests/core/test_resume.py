@@ -149,5 +149,5 @@ def test_a_truncated_file_is_named(victim, tmp_path):
     fake_run(tmp_path, plugins=[Noise()], **{**SETTINGS, "steps": 1})
     file = checkpoint.complete(tmp_path)[-1] / victim
     file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(CheckpointError, match="step-00000001 is no readable checkpoint"):
+    with pytest.raises(CheckpointError, match=r"step-00000001 is no readable checkpoint: .*; remove it to resume from the one before it"):
         fake_run(tmp_path, plugins=[Noise()], **SETTINGS)
