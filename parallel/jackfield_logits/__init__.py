@@ -135,11 +135,14 @@ class _TokenStats(torch.autograd.Function):
         request: OutputRequest = ctx.request
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = torch.empty_like(x) if need_x else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         vocabulary = x.shape[-1] if weight is None else weight.shape[0]
+        blocks = _blocks(len(x), vocabulary, x, bool(fused))
+        # one block of a narrow type is its own sum: no float32 gradient of the head is filled, added to and narrowed
+        alone = need_weight and len(blocks) == 1 and x.dtype != torch.float32
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight and not alone else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         numbers = torch.stack((*fused, *grads)) if fused else None
-        for block in _blocks(len(x), vocabulary, x, numbers is not None):
+        for block in blocks:
             parts = []
             for rows in block:
                 log_pi = ctx.kept.pop(rows.start, None)
@@ -152,7 +155,7 @@ class _TokenStats(torch.autograd.Function):
                 if log_pi is None:
                     log_pi = _TokenStats.scores(logits, labels[rows], request).log_softmax(-1)
                 grad_log_prob, grad_entropy, grad_squares = (g[rows, None] for g in grads)
-                pi = log_pi.exp()
+                pi = log_pi.exp() if request.entropy else log_pi.exp_()
                 slope = -grad_log_prob
                 if request.entropy:
                     log_pi = log_pi.clamp(min=-1e30)
@@ -164,7 +167,9 @@ class _TokenStats(torch.autograd.Function):
             rows, grad = slice(block[0].start, block[-1].stop), parts[0] if len(parts) == 1 else torch.cat(parts)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
-            if grad_weight is not None:
+            if alone:
+                grad_weight = grad.t() @ x[rows]
+            elif grad_weight is not None:
                 grad_weight.add_(grad.t() @ x[rows]) if x.dtype != torch.float32 else grad_weight.addmm_(grad.t(), x[rows])
             if grad_x is not None:
                 torch.mm(grad, weight, out=grad_x[rows]) if weight is not None else grad_x[rows].copy_(grad)

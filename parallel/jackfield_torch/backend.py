@@ -21,6 +21,7 @@ from jackfield_reshard.adapters import Adapters
 from jackfield_reshard.modules import Unmoved, adopt_into, held, module_shards, weights, whole_shard
 from jackfield_torch.lora import LoRAConfig, Merged, add_adapters
 from jackfield_torch.model import export_model, load_model
+from jackfield_torch.norm import replace_norms
 from jackfield_torch.optimizer import MasterAdamW, ReplicatedAdamW
 from jackfield_torch.scoring import Scorer
 from jackfield_workers.memory import within_memory
@@ -76,6 +77,8 @@ class TorchBackend(Backend):
                 masters[name] = parameter.data.to(device, torch.float32, copy=True)
             parameter.data = parameter.data.to(device, dtype)
         self.model.to(device)
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            replace_norms(self.model)
         self.scorer = self._scorer()
         return masters
 

@@ -161,3 +161,29 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
 def test_memory_stays_under_one_copy_of_the_logits():
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=300)
     assert int(done.stdout) < 2048 * 151936 * 4 / 2  # flat in tokens: T = 8192 stays under an eighth of its copy
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_one_block_of_a_narrow_type_is_its_own_sum(monkeypatch, entropy):
+    """Bit for bit: the head's gradient of a single block is what adding it to zeros in float32 and narrowing the sum gives."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in ((12, 8), (33, 8)))
+    labels = torch.randint(0, 33, (12,), generator=generator)
+    added = []
+    original = torch.Tensor.add_
+    monkeypatch.setattr(torch.Tensor, "add_", lambda self, *given, **more: added.append(self.shape) or original(self, *given, **more))
+    results = []
+    for keep in (0, 1 << 20):
+        monkeypatch.setattr(L, "_KEEP_BYTES", {"cpu": keep})
+        out = L.log_probs_from_hidden(hidden, weight, labels, OutputRequest(entropy=entropy))
+        loss = out.log_probs.sum() + (out.entropy.sum() if entropy else 0)
+        results.append(torch.autograd.grad(loss, [hidden, weight]))
+    assert weight.shape not in added
+    for kept, computed in zip(*results, strict=True):
+        assert kept.dtype == torch.bfloat16
+        assert torch.equal(kept, computed)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    log_pi = (wide[0] @ wide[1].t()).log_softmax(-1)
+    loss = log_pi.gather(1, labels[:, None]).sum() - ((log_pi.exp() * log_pi).sum() if entropy else 0)
+    for got, want in zip(results[0], torch.autograd.grad(loss, wide), strict=True):
+        assert float((got.double() - want).norm()) < 0.02 * float(want.norm())
