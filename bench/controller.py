@@ -50,6 +50,7 @@ from jackfield.config import RunConfig
 from jackfield.hookspecs import hookimpl
 from jackfield.shard import Shard, SyncReport
 from jackfield.worker import Worker
+from jackfield_workers.group import bundles
 from jackfield_workers.wire import join, pack, split, unpack
 
 PROMPT, RESPONSE = 1024, 1024
@@ -190,7 +191,15 @@ class SimulatedGroup:
 
     def stream(self, method: str, shares: Sequence[Any]) -> Iterator[Any]:
         for worker, share in zip(self.workers, shares, strict=True):
-            yield from read(self._there(lambda s, w=worker: list(getattr(w, method)(s)), write((share,))))
+            for bundle in self._bundles(worker, method, share):
+                yield from read(bundle)
+
+    def _bundles(self, worker: Worker, method: str, share: Any) -> list[Any]:
+        message = write((share,))
+        start = time.process_time()
+        found = [write(bundle) for bundle in bundles(getattr(worker, method)(*read(message)))]
+        self.away += time.process_time() - start
+        return found
 
 
 class Simulated(Launcher):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -176,11 +178,8 @@ class Batch(TensorClass):
                 row[end - len(values) : end] = values
             return torch.from_numpy(rows)
 
-        seen: dict[int, int] = {}
-        ids = []
-        for item in items:
-            ids.append(item.prompt.id * group_size + seen.setdefault(item.prompt.id, 0))
-            seen[item.prompt.id] += 1
+        position: dict[int, Iterator[int]] = defaultdict(count)
+        ids = [item.prompt.id * group_size + next(position[item.prompt.id]) for item in items]
         mask = padded("sampled", np.bool_)
         return Batch(
             tokens=padded("tokens", np.int64),

@@ -20,20 +20,17 @@ def reduction_scale(loss_mask: Tensor, reduction: Reduction, fixed_length: int) 
     same for every split. `loss_mask`: bool [B, T]. Returns float32 [B, T], 0 outside the mask. Samples without a trainable token
     do not count as sequences, so that a masked sample equals an absent one (law 4).
     """
-    mask = loss_mask.float()
-    lengths = mask.sum(-1, keepdim=True)
+    lengths = loss_mask.view(torch.uint8).sum(-1, keepdim=True, dtype=torch.int32)  # bytes: torch is slow to sum bools
     sequences = (lengths > 0).sum().clamp(min=1)
-    match reduction:
-        case "token-mean":
-            return mask / mask.sum().clamp(min=1)
-        case "token-sum":
-            return mask
-        case "seq-mean-token-sum":
-            return mask / sequences
-        case "seq-mean-token-mean":
-            return mask / lengths.clamp(min=1) / sequences
-        case "seq-mean-token-sum-norm":
-            return mask / fixed_length / sequences
+    one = torch.ones((), device=lengths.device)
+    factors = {
+        "token-mean": one / lengths.sum().clamp(min=1),
+        "token-sum": one,
+        "seq-mean-token-sum": one / sequences,
+        "seq-mean-token-mean": one / lengths.clamp(min=1) / sequences,
+        "seq-mean-token-sum-norm": one / fixed_length / sequences,
+    }
+    return torch.where(loss_mask, factors[reduction], 0)
 
 
 class BoundLoss:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from jackfield.batch import Batch
 
@@ -46,7 +48,7 @@ def _first_fit(share: list[int], lengths: Sequence[int], budget: int) -> list[li
 
 
 def _split(bins: list[list[int]], lengths: Sequence[int], wanted: int) -> list[list[int]]:
-    bins = [list(b) for b in bins]
+    """Halves the largest of `bins`, which it may change, until there are as many as wanted or nothing is left to halve."""
     while len(bins) < wanted and any(len(b) > 1 for b in bins):
         largest = max(range(len(bins)), key=lambda k: (len(bins[k]) > 1, sum(lengths[i] for i in bins[k])))
         whole = bins.pop(largest)
@@ -54,20 +56,28 @@ def _split(bins: list[list[int]], lengths: Sequence[int], wanted: int) -> list[l
     return [sorted(b) for b in bins] + [[] for _ in range(wanted - len(bins))]
 
 
-Share = tuple[Batch, list[int]]
-"""One DP rank's samples, micro-batch after micro-batch, and the size of each: it travels in one piece and is cut where it is used."""
+@dataclass(frozen=True)
+class Share:
+    """One DP rank's samples, micro-batch after micro-batch: they travel in one piece and are cut where they are used."""
+
+    batch: Batch
+    """Its samples, or a batch that holds them among others."""
+    sizes: list[int]
+    """Samples of each micro-batch."""
+    samples: Tensor | None = None
+    """int64: which samples of `batch`. They are gathered as late as can be, straight into what carries them to another process."""
 
 
 def share(batch: Batch, bins: list[list[int]]) -> Share:
     """The samples of one rank; a rank without any gets the shortest, for its fillers."""
     own = [i for indices in bins for i in indices] or [int(batch.lengths.argmin())]
-    return batch[torch.tensor(own)].trim(), [len(indices) for indices in bins]
+    return Share(batch, [len(indices) for indices in bins], torch.tensor(own))
 
 
 def cut(share: Share, device: torch.device) -> list[Batch]:
     """A share's micro-batches, clean, on a device; on the CPU views of one storage."""
-    batch = share[0].clean()
-    parts = batch.split([*share[1], len(batch) - sum(share[1])])[:-1]
+    batch = (share.batch if share.samples is None else share.batch[share.samples].trim()).clean()
+    parts = batch.split([*share.sizes, len(batch) - sum(share.sizes)])[:-1]
     return [(part.trim() if len(part) else take(batch, [])).to(device) for part in parts]
 
 

@@ -14,6 +14,7 @@ from jackfield import microbatch
 from jackfield.batch import Batch
 from jackfield.components import OutputRequest, Outputs, Position, Request, Sample
 from jackfield.config import RunConfig, role_config
+from jackfield.functional import any_token, trained
 from jackfield.loss import finish, reduction_scale
 from jackfield.shard import BYTES, SyncReport
 
@@ -45,11 +46,11 @@ class Role:
     def forward(self, batch: Batch, request: OutputRequest) -> Outputs:
         """Outputs of the whole batch, [B, T] on the CPU, 0 outside `response_mask`."""
         mask = batch.response_mask
-        some = mask.any(-1).nonzero()[:, 0]
+        some = any_token(mask).nonzero()[:, 0]
         whole: dict[str, Tensor] = defaultdict(lambda: torch.zeros(mask.shape))
         if len(some):
             # Scoring reads neither text nor what the engine said of its tokens, nearly half of the bytes.
-            split, shares = self._split(batch.replace(records=None, rollout_log_probs=None, versions=None).keep(mask.any(-1)))
+            split, shares = self._split(batch.replace(records=None, rollout_log_probs=None, versions=None).keep(any_token(mask)))
             results = self.group.scatter("forward", self.name, shares, request)
             for position, outputs in zip(self.positions, results, strict=True):
                 for indices, out in zip(split[position.dp_rank], outputs or (), strict=False):
@@ -72,7 +73,7 @@ class Role:
 
     def update(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
         """One optimizer step on a mini-batch. With nothing to train nothing moves (law 16): metrics are `skipped` = 1 alone."""
-        batch = batch.replace(records=None).keep(batch.loss_mask.any(-1)).trim()
+        batch = batch.replace(records=None).keep(trained(batch)).trim()
         prefix = "" if self.name == "policy" else f"{self.name}/"
         if not len(batch):
             return {f"{prefix}skipped": 1.0}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from jackfield.batch import Batch, Prompt
+from jackfield.functional import any_token, trained
 from jackfield.results import answered
 from jackfield.rewards import combine
 from jackfield.run import Run
@@ -26,7 +27,7 @@ def rate(run: Run, batch: Batch, prompts: list[Prompt]) -> Batch:
                 greedy = score(run, run.hook.rollout(run=run, prompts=prompts))
             where = (batch.group_ids[:, None] == greedy.group_ids[None, :]).int().argmax(-1)
             batch = batch.with_extras(greedy_rewards=greedy.rewards[where])  # type: ignore[index]
-    keep = batch.loss_mask.any(-1) | ~batch.response_mask.any(-1)
+    keep = any_token(batch.loss_mask) | ~any_token(batch.response_mask)
     for verdict in answered(run.hook.filter, run.hook.filter(run=run, batch=batch)):
         keep = keep & verdict
     return batch.keep(keep)
@@ -66,7 +67,7 @@ def summarise(run: Run, batch: Batch) -> None:
     values = {f"reward/{name}": values for name, values in scores.items()} | {"reward": batch.rewards[scored]}
     values |= {"response/length": batch.response_lengths.float(), "response/truncated": (batch.finish_reasons == 1).float()}
     run.metrics |= {n: float(v.nanmean()) if len(v) else 0.0 for n, v in values.items()}
-    run.metrics |= {"samples": float(len(batch)), "samples/trained": float(batch.loss_mask.any(-1).sum())}
+    run.metrics |= {"samples": float(len(batch)), "samples/trained": float(trained(batch).sum())}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 
-ARRAYS = (("tokens", np.int64), ("log_probs", np.float32), ("versions", np.int32))
-"""What of a sample travels as an array, and its type: a million numbers as objects cost the controller a tenth of a second."""
+ARRAYS = (("tokens", "q"), ("log_probs", "f"), ("versions", "i"))
+"""What of a sample travels as an array, and its type (int64, float32, int32) by the letter it has for numpy as for `array.array`.
+
+A million numbers as objects cost the controller a tenth of a second; `array` reads a list in two thirds of numpy's time.
+"""
 
 
 class Worker:
@@ -105,7 +109,7 @@ class Worker:
         self._hand_memory(to_engine=True)
         for sample in self.engine.generate(requests):
             if self.engine.position.output:
-                arrays: Any = {name: np.asarray(getattr(sample, name), kind) for name, kind in ARRAYS}
+                arrays: Any = {n: np.asarray(array(kind, v) if type(v := getattr(sample, n)) is list else v, kind) for n, kind in ARRAYS}
                 if len({a.shape for a in arrays.values()}) > 1:
                     found = ", ".join(f"{a.size} {name}" for name, a in arrays.items())
                     raise PluginError(f"engine {type(self.engine).__name__} returned a sample with {found}; one each a token is wanted")
@@ -120,13 +124,12 @@ class Worker:
         if not self.config.share_memory or self.engine is None or to_engine == self.generating:
             return
         self.generating = to_engine
-        policy = self.backends["policy"]
         if to_engine:
-            policy.offload()
+            self.backends["policy"].offload()
             self.engine.wake()
         else:
             self.engine.sleep()
-            policy.onload()
+            self.backends["policy"].onload()
 
     def backend(self, role: str, method: str, *args: Any) -> Any:
         """Any other method of the role's backend: save, load, export."""

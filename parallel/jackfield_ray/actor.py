@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,14 +13,12 @@ import torch
 
 from jackfield.config import RunConfig
 from jackfield_workers.fingerprint import Fingerprint
+from jackfield_workers.group import bundles
 from jackfield_workers.host import Failure, Host, Seat
 from jackfield_workers.wire import join, pack, split, unpack
 
 Message = tuple[bytes, np.ndarray]
 """A packet as Ray stores it best: the array travels out of band, without being pickled."""
-
-FLUSH_SECONDS, FLUSH_ITEMS = 0.1, 256
-"""A stream's items travel together, as many as come within this time: an object of its own for each costs about a millisecond."""
 
 
 def to_message(value: Any) -> Message:
@@ -95,17 +92,10 @@ class RayHost:
 
     def stream(self, message: Message) -> Iterator[tuple[str, Any]]:
         """(`items`, packed list) as they come, then (`end`, None) or (`failure`, Failure)."""
-        items: list[Any] = []
-        flushed = time.monotonic()
         try:
             method, args = from_message(message)
-            for item in self.host.call(method, args):
-                items.append(item)
-                if len(items) == FLUSH_ITEMS or time.monotonic() - flushed > FLUSH_SECONDS:
-                    yield "items", to_message(items)
-                    items, flushed = [], time.monotonic()
-            if items:
-                yield "items", to_message(items)
+            for bundle in bundles(self.host.call(method, args)):
+                yield "items", to_message(bundle)
         except Exception as error:  # noqa: BLE001 - as above
             yield "failure", Failure.of(error)
             return

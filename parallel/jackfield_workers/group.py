@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn, Protocol
 
 from jackfield.errors import JackfieldError, WorkerError
+from jackfield_workers.channel import Channel
 from jackfield_workers.host import Failure
-from jackfield_workers.wire import Packet, pack, receive, send, unpack
+from jackfield_workers.wire import Bundle, Packet, pack, unpack
 
 GRACE = 5.0
 """Seconds that the other ranks have to answer once one has failed, before they count as stuck in a collective and are ended."""
+FLUSH_SECONDS, FLUSH_ITEMS = 0.05, 64
+"""A stream's items travel together, as many as come within this time, since each message has its price on the controller."""
 
 
 class Named(Protocol):
@@ -42,6 +46,7 @@ class Switchboard:
 
     def __init__(self) -> None:
         self.processes: dict[Connection, Process] = {}
+        self.channels: dict[Connection, Channel] = {}
         self.selector = DefaultSelector()
         self.inbox: dict[tuple[int, Connection], deque[tuple[str, Any]]] = defaultdict(deque)
         self.calls = 0
@@ -52,6 +57,7 @@ class Switchboard:
         """Watch more workers."""
         for process in processes:
             self.processes[process.connection] = process
+            self.channels[process.connection] = Channel(process.connection)
             self.selector.register(process.connection, EVENT_READ)
 
     def next(self, call: int, connections: Sequence[Connection], limit: float | None) -> tuple[Connection, str, Any] | None:
@@ -69,7 +75,7 @@ class Switchboard:
             for found in (key.fileobj for key, _ in ready):
                 assert isinstance(found, Connection)
                 try:
-                    number, kind, value = unpack(receive(found))
+                    number, kind, value = unpack(self.channels[found].receive())
                 except (EOFError, OSError):
                     raise Died(self.processes[found]) from None
                 self.inbox[number, found].append((kind, value))
@@ -79,6 +85,8 @@ class Switchboard:
         self.broken = self.broken or "the workers have been stopped"
         for process in self.processes.values():
             process.kill()
+        for channel in self.channels.values():
+            channel.close()
 
 
 class Died(Exception):
@@ -114,9 +122,9 @@ class PipeGroup:
             try:
                 while waiting:
                     connection, kind, value = self._next(method, call, waiting, failures)
-                    if kind == "item":
+                    if kind == "items":
                         if not failures:
-                            yield value
+                            yield from value
                         continue
                     del waiting[connection]
                     if kind == "failure":
@@ -125,7 +133,7 @@ class PipeGroup:
                 # The workers send on until they are done: what they send must be read, or the next call finds them blocked.
                 while waiting and not failures:
                     connection, kind, _ = self._next(method, call, waiting, failures)
-                    if kind != "item":
+                    if kind != "items":
                         del waiting[connection]
                 raise
             if failures:
@@ -140,7 +148,7 @@ class PipeGroup:
             if id(args) not in packets:
                 packets[id(args)] = pack((self.board.calls, kind, method, args))
             try:
-                send(process.connection, packets[id(args)])
+                self.board.channels[process.connection].send(packets[id(args)])
             except OSError:
                 self._died(process, method)
         return self.board.calls
@@ -198,20 +206,77 @@ def first(method: str, failures: Mapping[Any, Failure]) -> JackfieldError:
 
 def serve(connection: Connection, target: Any) -> None:
     """The worker's side: answer calls until the other side closes. `target` has `call(method, args)`."""
-    while True:
+    channel = Channel(connection)
+    while _answer(channel, target):
+        pass
+
+
+def _answer(channel: Channel, target: Any) -> bool:
+    """One call; False where there is none any more. What came with it is gone afterwards, so that its memory can carry the next."""
+    try:
+        number, kind, method, args = unpack(channel.receive())
+    except (EOFError, OSError):
+        return False
+    try:
+        result = target.call(method, args)
+        if kind == "stream":
+            _stream(result, lambda bundle: channel.send(pack((number, "items", bundle))))
+            result = None
+        reply = pack((number, "end", result))
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    except Exception as error:  # noqa: BLE001 - isolation by design: the controller raises it with rank and traceback
+        reply = pack((number, "failure", Failure.of(error)))
+    channel.send(reply)
+    return True
+
+
+def bundles(items: Iterable[Any]) -> Iterator[Bundle]:
+    """Items that came soon after the ones before, together; the last ones wait until another comes or the stream ends."""
+    bundle, flushed = Bundle(), -math.inf
+    for item in items:
+        bundle.append(item)
+        if len(bundle) == FLUSH_ITEMS or time.monotonic() - flushed > FLUSH_SECONDS:
+            yield bundle
+            bundle, flushed = Bundle(), time.monotonic()
+    if bundle:
+        yield bundle
+
+
+def _stream(items: Iterable[Any], deliver: Callable[[Bundle], None]) -> None:
+    """Hand items on in bundles, none later than FLUSH_SECONDS after it came: a thread sees to those that wait while the next is made."""
+    waiting, lock, some, done = Bundle(), threading.Lock(), threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def flush() -> None:
+        with lock:
+            if not done.is_set():
+                some.clear()
+            if waiting:
+                deliver(waiting)
+                waiting.clear()
+
+    def watch() -> None:
         try:
-            number, kind, method, args = unpack(receive(connection))
-        except (EOFError, OSError):
-            return
-        try:
-            result = target.call(method, args)
-            if kind == "stream":
-                for item in result:
-                    send(connection, pack((number, "item", item)))
-                result = None
-            reply = pack((number, "end", result))
-        except (BrokenPipeError, ConnectionResetError):
-            return
-        except Exception as error:  # noqa: BLE001 - isolation by design: the controller raises it with rank and traceback
-            reply = pack((number, "failure", Failure.of(error)))
-        send(connection, reply)
+            while some.wait() and not done.wait(FLUSH_SECONDS):
+                flush()
+        except Exception as error:  # noqa: BLE001 - raised again below, in the worker's own thread
+            errors.append(error)
+
+    thread = threading.Thread(target=watch, name="stream", daemon=True)
+    thread.start()
+    try:
+        for item in items:
+            with lock:
+                waiting.append(item)
+                some.set()
+            if len(waiting) >= FLUSH_ITEMS:
+                flush()
+        flush()
+    finally:
+        with lock:
+            done.set()
+            some.set()
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -12,6 +12,7 @@ import torch
 
 from jackfield import Trainer
 from jackfield.errors import ConfigError, PluginError, WorkerError
+from jackfield.microbatch import Share
 from jackfield.testing.models import random_batch, tiny_model
 from jackfield_workers import fork
 
@@ -106,7 +107,7 @@ def test_an_error_of_all_ranks_leaves_them_usable(fake, misbehave):
         group = launcher.start(fake(*misbehave("", name="RaisesOnAll")), ["policy"])["policy"]
         group.call("setup", "policy")
         with pytest.raises(WorkerError, match=r"policy worker \d of 2 raised OutOfMemoryError in forward: out of memory: wanted 7 GiB"):
-            group.call("forward", "policy", (random_batch(2), [2]), None)
+            group.call("forward", "policy", Share(random_batch(2), [2]), None)
         assert [p.dp_rank for p in group.call("setup", "policy")] == [0, 1]
     finally:
         launcher.stop()

@@ -8,7 +8,8 @@ import torch
 
 from jackfield.batch import Batch, Prompt, Trajectory
 from jackfield.components import LossSums, OutputRequest, Outputs
-from jackfield_workers.wire import pack, receive, send, unpack
+from jackfield_workers.channel import Channel
+from jackfield_workers.wire import pack, unpack
 
 
 def a_batch():
@@ -73,13 +74,13 @@ def test_the_contracts_other_types():
 
 
 def test_through_a_pipe_in_order():
-    ours, theirs = Pipe()
+    ours, theirs = (Channel(end) for end in Pipe())
     for n in (0, 5):
-        send(ours, pack(torch.arange(n)))
-    assert [len(unpack(receive(theirs))) for _ in range(2)] == [0, 5]
-    ours.close()
+        ours.send(pack(torch.arange(n)))
+    assert [len(unpack(theirs.receive())) for _ in range(2)] == [0, 5]
+    ours.connection.close()
     with pytest.raises(EOFError):
-        receive(theirs)
+        theirs.receive()
 
 
 def test_what_cannot_travel_says_so():
