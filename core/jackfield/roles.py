@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from jackfield import microbatch
-from jackfield.batch import Batch
+from jackfield.batch import Batch, any_token
 from jackfield.components import OutputRequest, Outputs, Position, Request, Sample
 from jackfield.config import RunConfig, role_config
-from jackfield.functional import any_token, trained
 from jackfield.loss import finish, reduction_scale
 from jackfield.shard import BYTES, SyncReport
 
@@ -73,7 +72,7 @@ class Role:
 
     def update(self, algorithm: Algorithm, batch: Batch) -> dict[str, float]:
         """One optimizer step on a mini-batch. With nothing to train nothing moves (law 16): metrics are `skipped` = 1 alone."""
-        batch = batch.replace(records=None).keep(trained(batch)).trim()
+        batch = batch.replace(records=None).keep(any_token(batch.loss_mask)).trim()
         prefix = "" if self.name == "policy" else f"{self.name}/"
         if not len(batch):
             return {f"{prefix}skipped": 1.0}

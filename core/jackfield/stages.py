@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from jackfield.batch import Batch, Prompt
-from jackfield.functional import any_token, trained
+from jackfield.batch import Batch, Prompt, any_token
 from jackfield.results import answered
 from jackfield.rewards import combine
 from jackfield.run import Run
@@ -35,7 +34,7 @@ def rate(run: Run, batch: Batch, prompts: list[Prompt]) -> Batch:
 
 def score(run: Run, batch: Batch) -> Batch:
     """Every reward's scores, and their weighted sum."""
-    found = [result for result in run.hook.score(run=run, batch=batch) if result]
+    found = [result for result in run.hook.score(run=run, batch=batch) or () if result]
     scores = {name: values for result in answered(run.hook.score, found or None) for name, values in result.items()}
     rewards, scored = combine(scores, run.config.rewards, len(batch))
     return batch.replace(scores=batch.extras.empty().update(scores), rewards=rewards, loss_mask=batch.loss_mask & scored[:, None])
@@ -67,7 +66,7 @@ def summarise(run: Run, batch: Batch) -> None:
     values = {f"reward/{name}": values for name, values in scores.items()} | {"reward": batch.rewards[scored]}
     values |= {"response/length": batch.response_lengths.float(), "response/truncated": (batch.finish_reasons == 1).float()}
     run.metrics |= {n: float(v.nanmean()) if len(v) else 0.0 for n, v in values.items()}
-    run.metrics |= {"samples": float(len(batch)), "samples/trained": float(trained(batch).sum())}
+    run.metrics |= {"samples": float(len(batch)), "samples/trained": float(any_token(batch.loss_mask).sum())}
 
 
 @contextmanager
