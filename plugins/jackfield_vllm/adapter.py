@@ -18,6 +18,7 @@ from jackfield.errors import ConfigError, PluginError
 from jackfield_vllm import cpu
 from jackfield_vllm.decode import LastStep, keyed_sampler, quick_slots
 from jackfield_vllm.sampling import Kind, SampleTable
+from jackfield_vllm.steady import Steady
 
 OLDEST, NEWEST = (0, 20), (0, 33)
 FINISH = {"stop": "stop", "length": "length"}
@@ -174,8 +175,9 @@ class Core:
         self.table = SampleTable()
         self._weights = 0
         self.runner.sampler = keyed_sampler(self.runner, self.table)
-        self._last = LastStep(self._scheduler)
         quick_slots(self._scheduler)
+        self.steady = Steady(self._scheduler) if Steady.suits(self._scheduler, version()) else None
+        self._last = LastStep(self._scheduler)
 
     @property
     def max_model_len(self) -> int:
