@@ -4,7 +4,9 @@
 
 examples/quickstart.yaml on two processes of this host. The run `float32` sums exactly and, at each optimizer step, sums the same gradients
 in every other way too: the distance from the exact sum over its norm, and the bytes that a rank sends, counted from the collectives that it
-calls. The other runs train on what their way gives. PowerSGD (Vogels et al. 2019) is PyTorch's, with error feedback and warm start.
+calls (`wire`: for one large matrix, from what the loopback device has sent). The other runs train on what their way gives; their rewards
+are the median over seeds (least, most), and the mean difference from `float32` with its standard error, seeds paired. PowerSGD (Vogels et
+al. 2019) is PyTorch's, with error feedback and warm start.
 Finished runs are kept under `--work`, where it is given, and not repeated.
 """
 
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from jackfield.config import OptimizerConfig
+from jackfield.testing.ranks import run_ranks
 from jackfield_torch.backend import TorchBackend, TorchConfig
 from jackfield_torch.optimizer import MasterAdamW, ReplicatedAdamW
 
@@ -152,6 +155,29 @@ class PowerSGD(TorchBackend):
         return optimizer
 
 
+def means(runs: Sequence[Sequence[Mapping[str, float]]], steps: int) -> dict[str, list[float]]:
+    """Mean reward of each run in each third of its steps."""
+    third = -(-steps // 3)
+    parts = {name: slice(k * third, (k + 1) * third) for k, name in enumerate(("first", "second", "last"))}
+    return {name: [statistics.fmean(step["reward"] for step in run[part]) for run in runs] for name, part in parts.items()}
+
+
+def wire(rank: int, way: str, values: int = 1 << 24) -> float:
+    """Bytes a value that leave each of two ranks for one matrix, by the loopback device's counter, which counts other programs' too."""
+    optimizer = ReplicatedAdamW({"w": nn.Parameter(torch.zeros(1))}, {}, OptimizerConfig(), getattr(torch, way))
+    gradient = torch.randn(4096, values // 4096)
+    dist.barrier()
+    before = _sent_by_loopback()
+    optimizer.reduce([gradient])
+    dist.barrier()
+    return (_sent_by_loopback() - before) / dist.get_world_size() / values
+
+
+def _sent_by_loopback() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return int(next(line for line in lines if line.strip().startswith("lo:")).split(":")[1].split()[8])
+
+
 def finished(way: str, seed: int, steps: int, work: Path) -> list[dict[str, float]]:
     """The metrics of each step of a run, which is trained where it is not in `work`."""
     folder = work / f"{way}-{seed}-{steps}"
@@ -173,7 +199,7 @@ def train(way: str, seed: int, steps: int, folder: Path) -> list[dict[str, float
         "powersgd": f"name: {__file__}:PowerSGD, rank: {rank}",
     }.get(name, f"name: torch, reduce_dtype: {way}")
     settings = [f"dir={folder}", f"seed={seed}", f"steps={steps}", "trackers=[]", "checkpoint.resume=never"]
-    settings += ["launcher={name: fork, workers: 2}", f"policy.backend={{{backend}}}"]
+    settings += [f"policy.model.path={ROOT / 'examples' / 'tiny'}", "launcher={name: fork, workers: 2}", f"policy.backend={{{backend}}}"]
     Trainer(load_config(ROOT / "examples" / "quickstart.yaml", settings)).train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -187,6 +213,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    wired = {way: run_ranks(2, wire, way)[0] for way in args.ways if not way.startswith("powersgd")}
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         runs = {way: [finished(way, seed, args.steps, work) for seed in args.seeds] for way in args.ways}
@@ -196,10 +223,12 @@ def main() -> None:
         errors = [row[f"error/{way}"] for row in exact]
         row: dict[str, Any] = {"way": way, "bytes a rank sends": int(exact[0][f"sent/{way}"]) if exact else None}
         row |= {"error, median": statistics.median(errors) if errors else None, "error, most": max(errors, default=None)}
-        third = -(-args.steps // 3)
-        for k, name in enumerate(("first", "second", "last")):
-            part = [statistics.fmean(step["reward"] for step in run[k * third : (k + 1) * third]) for run in runs[way]]
-            row[f"reward, {name} third"] = report.spread(part, cold=0) if len(part) > 1 else part[0]
+        for name, parts in means(runs[way], args.steps).items():
+            row[f"reward, {name} third"] = report.spread(parts, cold=0)
+            if len(parts) > 1 and way != "float32" and "float32" in runs:
+                less = [own - other for own, other in zip(parts, means(runs["float32"], args.steps)[name], strict=True)]
+                row[f"{name}, less float32's"] = f"{statistics.fmean(less):+.3f} ± {statistics.stdev(less) / len(less) ** 0.5:.3f}"
+        row["wire, bytes a value"] = wired.get(way)
         rows.append(row)
     print(report.in_words(report.machine()))
     print(report.table(rows))
