@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_FEW = 256
-"""Rows up to which a bfloat16 product is taken the other way round; with more, packing the weight costs little beside the arithmetic."""
+_FEW, _FEW_BY_COLUMN = 128, 256
+"""Rows up to which a bfloat16 product is taken the other way round, with a result that is turned afterwards or not. With more, turning
+it, or packing the weight, costs as much as is gained."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -21,13 +22,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     A product packs its right side first. For a few rows of bfloat16 packing the weight costs more than the arithmetic, so the weight
     is taken as the left side, whose rows the matrix instructions read as they lie: as quick as multiplying by a copy packed before.
     """
-    return linear_by_column(x, weight, bias).contiguous()
+    return _from_left(x, weight, bias).contiguous() if _few(x, _FEW) else F.linear(x, weight, bias)
 
 
 def linear_by_column(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, whose result lies column by column where x has few rows: for what reads it element by element."""
-    if x.dtype != torch.bfloat16 or x.dim() != 2 or len(x) > _FEW:
-        return F.linear(x, weight, bias)
+    return _from_left(x, weight, bias) if _few(x, _FEW_BY_COLUMN) else F.linear(x, weight, bias)
+
+
+def _few(x: Tensor, rows: int) -> bool:
+    return x.dtype == torch.bfloat16 and x.dim() == 2 and len(x) <= rows
+
+
+def _from_left(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())).t()
 
 

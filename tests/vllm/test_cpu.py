@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from jackfield_vllm import cpu
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64, 256, 257])
+@pytest.mark.parametrize("rows", [1, 5, 64, 128, 129, 256, 257])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_from_either_side_is_the_same(rows, biased):
     generator = torch.Generator().manual_seed(rows)
