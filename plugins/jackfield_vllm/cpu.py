@@ -40,7 +40,7 @@ def _from_left(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def on_weight_itself(layer: nn.Module) -> bool:
     """Whether a layer multiplies by its weight, not by a packed copy."""
-    return getattr(layer, "cpu_linear", linear) in (linear, linear_by_column)
+    return getattr(layer, "cpu_linear", F.linear) in (F.linear, linear, linear_by_column)
 
 
 @contextlib.contextmanager
@@ -48,8 +48,10 @@ def plain_linears() -> Iterator[None]:
     """While the model is built, let vLLM's linears keep their weight and multiply by it as it is, instead of packing a copy."""
     from vllm.model_executor.layers import utils
 
+    quick = linear if torch.cpu._is_amx_tile_supported() else F.linear  # without AMX the arithmetic takes longer than the packing
+
     def keep(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = linear
+        layer.cpu_linear = quick
 
     original = utils.dispatch_cpu_unquantized_gemm
     utils.dispatch_cpu_unquantized_gemm = keep

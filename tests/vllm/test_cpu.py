@@ -43,15 +43,17 @@ def test_the_gated_activation_is_vllms_in_either_layout():
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_engine_multiplies_by_shared_weights_from_the_left(small, build, trainer, connect, tmp_path):
-    """In bfloat16, where it matters: no packed copy, log-probs are the trainer's as closely as plain linears bring them."""
+@pytest.mark.parametrize("amx", [True, False])
+def test_the_engine_multiplies_by_shared_weights_from_the_left(amx, small, build, trainer, connect, tmp_path, monkeypatch):
+    """In bfloat16, with the instructions for which it pays: no packed copy, log-probs are the trainer's."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     from jackfield.testing.samples import gap, generate, prompts, requests
 
     folder = small(tmp_path)
     engine, backend = build(folder, dtype="bfloat16"), trainer(folder, dtype="bfloat16")
     connect(backend, engine).sync(0)
     layers = [m for m in engine.core.model.modules() if hasattr(m, "cpu_linear")]
-    assert {m.cpu_linear for m in layers} == {cpu.linear, cpu.linear_by_column}
+    assert {m.cpu_linear for m in layers} == ({cpu.linear, cpu.linear_by_column} if amx else {F.linear})
     assert not engine.core.model.jackfield.repacked
     asked = requests(prompts(2, length=40), group=4, max_new_tokens=12, ignore_eos=True)
     assert gap(backend, asked, generate(engine, asked)).mean() < 0.02
