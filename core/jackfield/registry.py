@@ -71,7 +71,8 @@ def find(kind: str, name: str) -> Entry:
         ways = " or ".join(f"{e.distribution}/{e.name}" for e in matches)
         raise PluginError(f"{kind} {name!r} is provided by {owners}: say {ways}")
     names = sorted({e.name for e in installed})
-    hint = nearest(short, names, f"installed: {', '.join(names) or 'none'}", most=3, cutoff=0.5)
+    other = next((f"{short!r} is of kind {k}" for k in KINDS if any(e.name == short for e in entries(k))), "")
+    hint = other or nearest(short, names, f"installed: {', '.join(names) or 'none'}", most=3, cutoff=0.5)
     raise PluginError(f"no {kind} is called {name!r}; {hint} (`jackfield plugins` lists all; path/to/file.py:Class works too)")
 
 

@@ -36,11 +36,14 @@ class LocalLauncher(Launcher):
     """One process, world size 1: the embedded default."""
 
     def start(self, config: RunConfig, roles: Sequence[str]) -> dict[str, WorkerGroup]:
-        """One worker for all roles. Raises ConfigError where a role wants more."""
+        """One worker for all roles. Raises ConfigError where a role wants more, or to be beside one that is not there."""
         wanted = {role: getattr(config, role, None) or next(r for r in config.rewards if r.label == role) for role in roles}
         for role, spec in wanted.items():
             if (spec.gpus or 1) > 1:
                 raise ConfigError(f"{role} wants gpus: {spec.gpus}, but launcher local is one process: use launcher fork or ray")
+            if spec.colocate is not None and spec.colocate not in roles:
+                choice = ", ".join(roles)
+                raise ConfigError(f"{role}.colocate is {spec.colocate!r}, which is no role of this run: choose from {choice}")
         import torch
 
         from jackfield.worker import Worker

@@ -191,6 +191,8 @@ def test_unknown_plugin(train, tmp_path):
     refused(train("algorithm=grop"), "no algorithm is called 'grop'", "did you mean", "'grpo'", "jackfield plugins")
     refused(train("rewards=[exakt]"), "no reward is called 'exakt'", "'exact'")
     refused(train("rewards=[nowhere.py:fn]"), "nowhere.py")
+    refused(train("-p", "samples"), "no hooks is called 'samples'; 'samples' is of kind tracker")
+    refused(train("engine.colocate=polizy"), "engine.colocate is 'polizy', which is no role of this run: choose from policy")
     assert not (tmp_path / "run").exists()
 
 
