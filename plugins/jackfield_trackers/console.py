@@ -27,7 +27,7 @@ class Console(Tracker):
         """Metrics to show, in this order, as far as they exist."""
         alarm: tuple[str, ...] = ("skipped", "bad_gradients", "rollout/overlong", "rollout/aborted")
         """Metrics to show beside them wherever they are not 0: a step with nothing to train, a gradient that was not finite, prompts that
-        were dropped, samples that the engine gave up."""
+        were dropped, samples that the engine gave up. So are all that end in `failed`: of rewards, environments and trackers."""
 
     config: Config
 
@@ -48,7 +48,10 @@ class Console(Tracker):
     @hookimpl(trylast=True)
     def step_end(self, run: Run, metrics: dict[str, float]) -> None:
         """Show the step."""
-        names = [*(n for n in self.config.show if n in metrics), *(n for n in self.config.alarm if metrics.get(n))]
+        names = [
+            *(n for n in self.config.show if n in metrics),
+            *(n for n, v in metrics.items() if v and (n in self.config.alarm or n.endswith("failed"))),
+        ]
         text = "  ".join(f"{name.removeprefix('time/')} {metrics[name]:.4g}" for name in names)
         if self.bar is not None:
             self.bar.update(self.task, completed=run.step, description=text)

@@ -9,7 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from jackfield.config import RunConfig
+from jackfield import registry
+from jackfield.config import ComponentSpec, RunConfig
 from jackfield.errors import PluginError
 from jackfield.trainer import Trainer
 
@@ -189,3 +190,11 @@ def test_a_missing_library_is_one_line(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "jackfield_trackers.wandb", raising=False)
     with pytest.raises(PluginError, match=r"pip install 'jackfield\[trackers\]'"):
         train(tmp_path, ["wandb"])
+
+
+def test_the_console_shows_what_went_wrong_where_it_did(capfd):
+    metrics = {"reward": 0.5, "skipped": 0.0, "reward/mine/failed": 3.0, "bad_gradients": 1.0}
+    console = registry.build("tracker", ComponentSpec(name="console"))
+    console.bar = None
+    console.step_end(SimpleNamespace(step=1, config=SimpleNamespace(steps=2)), metrics)
+    assert capfd.readouterr().err == "step 1/2  reward 0.5  reward/mine/failed 3  bad_gradients 1\n"

@@ -20,7 +20,7 @@ import torch
 from jackfield import registry
 from jackfield.batch import FINISH_REASONS, Prompt
 from jackfield.components import Request, Sample
-from jackfield.config import ComponentSpec, SamplingConfig
+from jackfield.config import ComponentSpec, ModelConfig, SamplingConfig
 from jackfield.errors import PluginError
 from jackfield.hookspecs import hookimpl
 from jackfield.testing.runs import fake_run
@@ -156,7 +156,7 @@ class RolloutConformance:
         from jackfield.testing.models import EOS
 
         rollout, policy = build("rollout", self.rollout, self.config), ScriptedPolicy(64, EOS)
-        config = SimpleNamespace(policy=SimpleNamespace(model=SimpleNamespace(path=str(model))), seed=1, rollout=None)
+        config = SimpleNamespace(policy=SimpleNamespace(model=ModelConfig(path=str(model))), seed=1, rollout=None)
         stream = SimpleNamespace(dataset=[dict(row) for row in self.rows])
         run: Any = SimpleNamespace(config=config, policy=policy, prompts=stream, seed=1, step=step, dir=folder)
         run.sampling, run.group_size, run.metrics, run.tokenizer = SamplingConfig(max_new_tokens=8), self.group_size, {}, None
