@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ class DoublingLauncher(LocalLauncher):
 class Scaled(LocalGroup):
     def scatter(self, method, role, shares, *args):
         if method == "update":
-            shares = [(batch.replace(loss_scale=batch.loss_scale / 2), bins) for batch, bins in shares]
+            shares = [replace(s, batch=s.batch.replace(loss_scale=s.batch.loss_scale / 2)) for s in shares]
         return super().scatter(method, role, shares, *args)
 
 
@@ -299,7 +300,7 @@ def test_trackers(tmp_path):
     case.tracker = Adds
     fails(case.test_law_training_is_bit_identical_with_and_without, tmp_path / "b", law="changed the metrics")
     case.tracker = Raises
-    fails(case.test_survives_an_error_and_a_resume, tmp_path / "c", law="hid the error")
+    fails(case.test_survives_an_error_and_a_resume, tmp_path / "c", law="raised when the run failed")
 
 
 class Hook:

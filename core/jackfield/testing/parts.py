@@ -244,9 +244,22 @@ class TrackerConformance:
                 if run.step == 2:
                     raise RuntimeError("on purpose")
 
+        raised: list[PluginError] = []
+
+        class Watches:
+            @hookimpl(wrapper=True)
+            def run_error(self, run: Any, error: BaseException) -> Iterator[None]:
+                try:
+                    return (yield)
+                except PluginError as second:
+                    raised.append(second)
+                    raise
+
+        plugins = [build("tracker", self.tracker, self.config), Fails(), Watches()]
         try:
-            fake_run(tmp_path / "run", plugins=[build("tracker", self.tracker, self.config), Fails()], checkpoint={"every": 1})
+            fake_run(tmp_path / "run", plugins=plugins, checkpoint={"every": 1})
         except PluginError as error:
             assert "on purpose" in str(error), f"the tracker hid the error of the run: {error}"
+        assert not raised, f"the tracker raised when the run failed, which keeps other plugins from cleaning up: {raised[0]}"
         done = fake_run(tmp_path / "run", plugins=[build("tracker", self.tracker, self.config)])
         assert done.run.step == 3
