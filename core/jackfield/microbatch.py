@@ -70,8 +70,7 @@ class Share:
 
 def share(batch: Batch, bins: list[list[int]]) -> Share:
     """The samples of one rank; a rank without any gets the shortest, for its fillers."""
-    own = [i for indices in bins for i in indices] or [int(batch.lengths.argmin())]
-    return Share(batch, [len(indices) for indices in bins], torch.tensor(own))
+    return Share(batch, [len(b) for b in bins], torch.tensor([i for b in bins for i in b] or [int(batch.lengths.argmin())]))
 
 
 def cut(share: Share, device: torch.device) -> list[Batch]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from struct import pack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,10 +23,15 @@ if TYPE_CHECKING:
 
 
 ARRAYS = (("tokens", "q"), ("log_probs", "f"), ("versions", "i"))
-"""What of a sample travels as an array, and its type (int64, float32, int32) by the letter it has for numpy as for `array.array`.
+"""What of a sample travels as an array, and its type (int64, float32, int32) by the letter that numpy and `struct` have for it.
 
-A million numbers as objects cost the controller a tenth of a second; `array` reads a list in two thirds of numpy's time.
+A million numbers as objects cost the controller a tenth of a second.
 """
+
+
+def as_array(values: Any, kind: str) -> Any:
+    """The values as an array that can be written to. `struct` reads a list in a third of numpy's time."""
+    return np.frombuffer(bytearray(pack(f"{len(values)}{kind}", *values)), kind) if type(values) is list else np.asarray(values, kind)
 
 
 class Worker:
@@ -109,7 +114,7 @@ class Worker:
         self._hand_memory(to_engine=True)
         for sample in self.engine.generate(requests):
             if self.engine.position.output:
-                arrays: Any = {n: np.asarray(array(kind, v) if type(v := getattr(sample, n)) is list else v, kind) for n, kind in ARRAYS}
+                arrays = {name: as_array(getattr(sample, name), kind) for name, kind in ARRAYS}
                 if len({a.shape for a in arrays.values()}) > 1:
                     found = ", ".join(f"{a.size} {name}" for name, a in arrays.items())
                     raise PluginError(f"engine {type(self.engine).__name__} returned a sample with {found}; one each a token is wanted")
