@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -61,9 +61,7 @@ class Role:
 
     def log_probs(self, batch: Batch) -> Tensor:
         """float32 [B, T]: log-probs of the sampled tokens under the sampling distribution."""
-        found = self.forward(batch, self.request()).log_probs
-        assert found is not None
-        return found
+        return cast(Tensor, self.forward(batch, self.request()).log_probs)
 
     def values(self, batch: Batch) -> Tensor:
         """float32 [B, T]: the critic's values."""
