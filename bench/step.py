@@ -1,4 +1,4 @@
-"""A whole GRPO step by phase: jackfield against TRL's GRPOTrainer, same model, prompts, tokens and type.
+"""A whole GRPO step by phase: jackfield against TRL's GRPOTrainer, same model, prompts, tokens and type. A PPO step: jackfield alone.
 
     python bench/step.py --model models/smollm2 --trl-python ~/trl/bin/python      # both sides, one after the other
     python bench/step.py --model models/smollm2                                    # this side alone
@@ -141,7 +141,7 @@ def ours(args: argparse.Namespace) -> None:
             if args.engine == "vllm"
             else "hf",
             "seed": args.seed,
-            "algorithm": "grpo",
+            "algorithm": args.algorithm,
             "dataset": {"name": "jsonl", "path": str(rows)},
             "rewards": ["last_number"],
             "sampling": {"max_new_tokens": args.new_tokens, "ignore_eos": not args.end},
@@ -293,6 +293,7 @@ def main() -> None:
     parser.add_argument("--trl-vllm", action="store_true", help="TRL with vLLM in its process, where that installs")
     parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
     parser.add_argument("--backend", default="torch")
+    parser.add_argument("--algorithm", default="grpo", choices=["grpo", "ppo"], help="ppo has a critic of the policy's size; TRL has none")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--end", action="store_true", help="samples end at the end token instead of at --new-tokens")
@@ -303,6 +304,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.side:
         return {"ours": ours, "trl": trl}[args.side](args)
+    if args.trl_python and args.algorithm != "grpo":
+        parser.error("TRL 1.16 has no PPO: leave out --trl-python")
     with tempfile.TemporaryDirectory() as folder:
         if args.shape:
             args.model = folder
