@@ -1,7 +1,7 @@
 """RMS norms in bfloat16 on a CPU, forward and backward by hand.
 
-As transformers writes them, autograd keeps three float32 copies of the input for each norm and passes over memory about thirty times;
-here the input and one number a token are kept, and there are fourteen passes.
+As transformers writes them, autograd keeps a float32 and a rounded copy of the input for each norm, and its backward pass is many small
+ones over memory; here the input and one number a token are kept, and intermediate results are written over each other.
 """
 
 from __future__ import annotations
