@@ -25,7 +25,7 @@ def test_launcher_fork(same_run, backend, request):
 
 def test_a_worker_killed_in_mid_rollout_is_named_and_the_run_resumes_to_the_same_weights(same_run, killed):
     """kill -9; law 22, with a sharded backend."""
-    run = same_run("killed", *FORK2, "policy.backend.name=fsdp", *killed)
+    run = same_run("killed-on-fork", *FORK2, "policy.backend.name=fsdp", *killed)
     seconds, _, error = (run.dir / "noticed").read_text().partition(" ")
     assert float(seconds) < 60, "law 22's own bound"
     assert error.startswith("policy worker 1 of 2 (pid") and "was killed by signal 9" in error
