@@ -16,6 +16,7 @@ from jackfield import microbatch
 from jackfield.components import Sample
 from jackfield.errors import WorkerError
 from jackfield.testing.models import random_batch
+from jackfield.worker import as_array
 from jackfield_workers import channel, fork
 from jackfield_workers.channel import Channel
 from jackfield_workers.group import FLUSH_ITEMS, FLUSH_SECONDS, _stream, bundles
@@ -137,6 +138,15 @@ def test_samples_travel_as_a_bundle(ends, carry, lengths):
 def test_a_bundle_of_other_things_is_a_list(ends, odd):
     got = through(ends, Bundle([sample(0, 2), odd]))
     assert got[1] == odd and got[0].tokens.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [([], "q"), ([], "f"), ([1, -(2**62)], "q"), ([7, 0], "i"), ([-0.1, -0.0, 1 / 3, float("-inf"), float("nan")], "f"), ((1, 2), "q")],
+)
+def test_an_engines_lists_become_the_arrays_that_numpy_makes_of_them(values, kind):
+    got, wanted = as_array(values, kind), np.asarray(values, kind)
+    assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes() and got.flags.writeable
 
 
 def test_no_item_of_a_stream_waits_for_the_next():
