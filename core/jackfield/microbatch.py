@@ -74,10 +74,10 @@ def share(batch: Batch, bins: list[list[int]]) -> Share:
 
 
 def cut(share: Share, device: torch.device) -> list[Batch]:
-    """A share's micro-batches, clean, on a device; on the CPU views of one storage."""
-    batch = (share.batch if share.samples is None else share.batch[share.samples].trim()).clean()
+    """A share's micro-batches, clean, on a device: views of one storage."""
+    batch = (share.batch if share.samples is None else share.batch[share.samples].trim()).clean().to(device)
     parts = batch.split([*share.sizes, len(batch) - sum(share.sizes)])[:-1]
-    return [(part.trim() if len(part) else take(batch, [])).to(device) for part in parts]
+    return [part.trim() if size else take(batch, []) for part, size in zip(parts, share.sizes, strict=True)]
 
 
 def take(batch: Batch, indices: list[int]) -> Batch:

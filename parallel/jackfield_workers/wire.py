@@ -81,12 +81,14 @@ class _Packer(pickle.Pickler):
     """Overrides nothing for numbers and strings, of which there are millions; a `persistent_id` would be called for each."""
 
     def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=self._part)
-        self.body: list[memoryview | Gathered] = []
-        self.late: dict[int, Gathered] = {}
+        body: list[memoryview | Gathered] = []
+        late: dict[int, Gathered] = {}
 
-    def _part(self, buffer: pickle.PickleBuffer) -> None:
-        self.body.append(self.late.pop(id(buffer), None) or buffer.raw())
+        def part(buffer: pickle.PickleBuffer) -> None:  # a method would tie the pickler, and with it the batch, into a cycle
+            body.append(late.pop(id(buffer), None) or buffer.raw())
+
+        super().__init__(stream, protocol=5, buffer_callback=part)
+        self.body, self.late = body, late
 
     def reducer_override(self, obj: Any) -> Any:
         """Tensors leave the pickle. A batch is its fields: a tenth of the time of the container's own pickling."""

@@ -1,6 +1,8 @@
 """Messages arrive as they were sent."""
 
+import gc
 import pickle
+import weakref
 from multiprocessing import Pipe
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from jackfield.batch import Batch, Prompt, Trajectory
 from jackfield.components import LossSums, OutputRequest, Outputs
+from jackfield.microbatch import share
 from jackfield_workers.channel import Channel
 from jackfield_workers.wire import pack, unpack
 
@@ -86,3 +89,16 @@ def test_through_a_pipe_in_order():
 def test_what_cannot_travel_says_so():
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         pack(lambda: None)
+
+
+def test_a_sent_batch_is_gone_with_its_last_name():
+    """Not when the garbage collector comes by: steps of large batches would be held meanwhile."""
+    batch = a_batch()
+    gone = weakref.ref(batch)
+    gc.disable()
+    try:
+        pack((share(batch, [[0], [1]]), batch))
+        del batch
+        assert gone() is None
+    finally:
+        gc.enable()
