@@ -117,10 +117,13 @@ class SleepingEngine(Engine):
         return Position(self.context.rank, self.context.world_size)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Sample]:
-        time.sleep(self.config.seconds * SHARES["generate"])
-        for request in requests:
-            for index in range(len(request.seeds)):
-                yield Sample(request.id, index, list(self.tokens), list(self.log_probs), [self.version] * RESPONSE, "length")
+        begin = time.perf_counter()
+        keys = [(request.id, index) for request in requests for index in range(len(request.seeds))]
+        # an engine's lists grow while it generates: they are part of its work, whose time stays the same
+        samples = [Sample(*key, list(self.tokens), list(self.log_probs), [self.version] * RESPONSE, "length") for key in keys]
+        time.sleep(max(self.config.seconds * SHARES["generate"] - time.perf_counter() + begin, 0))
+        while samples:
+            yield samples.pop()
 
     def shards(self) -> list[Shard]:
         return []

@@ -118,7 +118,7 @@ class Worker:
                 if len({a.shape for a in arrays.values()}) > 1:
                     found = ", ".join(f"{a.size} {name}" for name, a in arrays.items())
                     raise PluginError(f"engine {type(self.engine).__name__} returned a sample with {found}; one each a token is wanted")
-                yield replace(sample, **arrays)
+                yield type(sample)(**vars(sample) | arrays)
 
     def sync(self, version: int) -> SyncReport:
         """Make the engine serve the policy's weights as `version`."""
