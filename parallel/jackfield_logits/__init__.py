@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jackfield.components import OutputRequest, Outputs
-from jackfield_logits.passes import scan, slopes
+from jackfield_logits.passes import LOW, concluded, scan, slopes
 
 _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _FUSED = 4
@@ -111,11 +111,8 @@ class _TokenStats(torch.autograd.Function):
         for rows in _chunks(len(x), vocabulary, x.device, fused):
             logits = _logits(x[rows], weight, bias)
             if fused:
-                top, total, at, weighted, square = scan(logits, labels[rows], 1 / request.temperature, vocabulary, more)
-                normaliser[rows] = top + total.log()
-                log_probs[rows] = at - normaliser[rows]
-                if more:
-                    entropy[rows], squares[rows] = normaliser[rows] - weighted / total, square / total.square()
+                found, normaliser[rows] = concluded(scan(logits, labels[rows], 1 / request.temperature, vocabulary, more))
+                log_probs[rows], entropy[rows], squares[rows] = found
                 continue
             log_pi = _TokenStats.scores(logits, labels[rows], request).log_softmax(-1)
             log_probs[rows] = log_pi.gather(-1, labels[rows, None])[:, 0]
@@ -124,7 +121,7 @@ class _TokenStats(torch.autograd.Function):
             if more:
                 pi = log_pi.exp()
                 squares[rows] = pi.square().sum(-1)
-                entropy[rows] = pi.mul_(log_pi.clamp(min=-1e30)).sum(-1).neg_()
+                entropy[rows] = pi.mul_(log_pi.clamp(min=LOW)).sum(-1).neg_()
         ctx.save_for_backward(x, weight, bias, labels, *((normaliser, entropy.clone(), squares.clone()) if fused else ()))
         return log_probs, entropy, squares
 
@@ -158,7 +155,7 @@ class _TokenStats(torch.autograd.Function):
                 pi = log_pi.exp() if request.entropy else log_pi.exp_()
                 slope = -grad_log_prob
                 if request.entropy:
-                    log_pi = log_pi.clamp(min=-1e30)
+                    log_pi = log_pi.clamp(min=LOW)
                     slope = slope - grad_entropy * (log_pi - (pi * log_pi).sum(-1, keepdim=True))
                 if request.sum_pi_squared:
                     slope = slope + 2 * grad_squares * (pi - pi.square().sum(-1, keepdim=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LOW = -1e30
+LOW = -1e30
 """Stands for -inf where the difference of two -inf would be NaN."""
 
 
@@ -14,15 +14,23 @@ def _scan(logits: Tensor, local: Tensor, scale: float, real: int, more: bool) ->
     z = logits.float().mul(scale) if logits.dtype == torch.float32 else logits.float().mul_(scale)
     if real < z.shape[1]:
         z[:, real:] = -torch.inf
-    top = z.amax(-1, keepdim=True).clamp_(min=_LOW)
+    top = z.amax(-1, keepdim=True).clamp_(min=LOW)
     at = z.gather(-1, local[:, None])[:, 0]
     e = (z - top).exp_()
     total = e.sum(-1)
     weighted, squares = total, total
     if more:
-        weighted = z.clamp_(min=_LOW).mul_(e).sum(-1)
+        weighted = z.clamp_(min=LOW).mul_(e).sum(-1)
         squares = e.square_().sum(-1)
     return torch.stack((top[:, 0], total, at, weighted, squares))
+
+
+def concluded(scanned: Tensor) -> tuple[Tensor, Tensor]:
+    """From `scan` of the whole vocabulary: (log-prob, entropy, sum p^2) [3, n], the last two only where it was told `more`, and the log of
+    the normaliser [n]."""
+    top, total, at, weighted, squares = scanned
+    normaliser = top + total.log()
+    return torch.stack((at - normaliser, normaliser - weighted / total, squares / total.square())), normaliser
 
 
 def _slopes(
@@ -37,7 +45,7 @@ def _slopes(
     z = logits.float().mul(scale) if logits.dtype == torch.float32 else logits.float().mul_(scale)
     if real < z.shape[1]:
         z[:, real:] = -torch.inf
-    log_p = z.sub_(normaliser).clamp_(min=_LOW)
+    log_p = z.sub_(normaliser).clamp_(min=LOW)
     p = log_p.exp()
     if more:
         slope = log_p.add_(entropy).mul_(-grad_entropy).sub_(grad_log_prob)

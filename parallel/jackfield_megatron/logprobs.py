@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jackfield.components import OutputRequest
 from jackfield_logits import truncate
-from jackfield_logits.passes import scan, slopes
+from jackfield_logits.passes import concluded, scan, slopes
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,7 @@ def _combine(scanned: Tensor, mine: Tensor, vocabulary: Vocabulary) -> tuple[Ten
     best = vocabulary.all_reduce(top.clone(), dist.ReduceOp.MAX)
     shrink = (top - best).exp()
     sums = torch.stack((total * shrink, torch.where(mine, at, 0), weighted * shrink, squares * shrink.square()))
-    total, at, weighted, squares = vocabulary.all_reduce(sums)
-    normaliser = best + total.log()
-    return torch.stack((at - normaliser, normaliser - weighted / total, squares / total.square())), normaliser
+    return concluded(torch.cat((best[None], vocabulary.all_reduce(sums))))
 
 
 class _Statistics(torch.autograd.Function):
