@@ -29,6 +29,11 @@ class Flight(NamedTuple):
 
     scheduled: Any
     requests: list[Any]
+    """vLLM's requests, one token each; the same list as in the step before while the same samples follow in the same order."""
+    computed: np.ndarray
+    """int64 [requests]: tokens computed before this step. Nobody writes to it."""
+    fresh: list[int]
+    """Positions in `requests` of those that got a block in this step."""
     stops: list[frozenset[int]]
     preempted: int
 
@@ -102,7 +107,7 @@ class Steady:
         if any(r.is_prefill_chunk or r.status is not self._running for r in requests) or not all(map(self._ends, held)):
             return
         self._last, self._held = out, held
-        self._computed, self._outputs = (np.array(n) + 1 for n in (cached.num_computed_tokens, cached.num_output_tokens))
+        self._computed, self._outputs = (np.array(n, np.int64) + 1 for n in (cached.num_computed_tokens, cached.num_output_tokens))
         self._keep(requests)
 
     def _keep(self, requests: list[Any]) -> None:
@@ -164,7 +169,8 @@ class Steady:
         if scheduler.prev_step_scheduled_req_ids != self._counts.keys():
             scheduler.prev_step_scheduled_req_ids.clear()
             scheduler.prev_step_scheduled_req_ids.update(self._counts)
-        self._computed, self._outputs = self._computed + 1, self._outputs + 1
+        computed = self._computed
+        self._computed, self._outputs = computed + 1, self._outputs + 1
         flying = hasattr(requests[0], "num_in_flight_tokens")
         for request in requests:
             request.num_computed_tokens += 1
@@ -172,8 +178,13 @@ class Steady:
                 request.num_output_placeholders += 1
             if flying:
                 request.num_in_flight_tokens += 1
-        self._flights[id(out)] = Flight(out, requests, self._stops, self._preempted)
+        fresh = [i for i in borders if blocks[i] is not None]
+        self._flights[id(out)] = Flight(out, requests, computed, fresh, self._stops, self._preempted)
         return out
+
+    def flight(self, scheduled: Any) -> Flight | None:
+        """What is known of a step in flight beyond vLLM's own output for it; None for a step that vLLM scheduled itself."""
+        return self._flights.get(id(scheduled))
 
     def update(self, scheduled: Any, output: Any) -> Any:
         """Hand out a step's tokens; vLLM does it for its own steps, and where a sample was dropped from the cache since."""

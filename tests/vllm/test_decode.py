@@ -133,13 +133,21 @@ def _simulated(engine, ahead, steady, events):
         asked = EngineCoreRequest(**{**dict.fromkeys(required), **fields, "external_req_id": key})
         scheduler.add_request(Queued.from_engine_core_request(asked, core.request_block_hasher))
 
-    seen, flights, made = [], [], 0
+    seen, flights, made, followed = [], [], 0, ([], [])
     for number in range(1000):
         if number in events:
             events[number](scheduler, add)
         if scheduler.has_requests():
             out = scheduler.schedule()
-            made += steady and bool(out.num_scheduled_tokens) and scheduler.schedule.__self__._flights.get(id(out)) is not None
+            flight = steady and scheduler.schedule.__self__.flight(out)
+            if flight:
+                made += 1
+                keys, cached = [r.request_id for r in flight.requests], out.scheduled_cached_reqs
+                assert keys == cached.req_ids == list(out.num_scheduled_tokens)
+                assert flight.computed.tolist() == cached.num_computed_tokens
+                assert flight.fresh == [i for i, blocks in enumerate(cached.new_block_ids) if blocks is not None]
+                assert (flight.requests is followed[0]) == (keys == followed[1])
+            followed = (flight.requests, keys) if flight else ([], [])
             now = [k for k in out.num_scheduled_tokens if not scheduler.requests[k].is_prefill_chunk]
             at = {k: scheduler.requests[k].num_computed_tokens for k in now}
             rows = list(out.num_scheduled_tokens)
