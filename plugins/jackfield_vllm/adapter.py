@@ -16,6 +16,7 @@ from torch import nn
 
 from jackfield.errors import ConfigError, PluginError
 from jackfield_vllm import cpu
+from jackfield_vllm.ahead import Ahead
 from jackfield_vllm.decode import LastStep, keyed_sampler, quick_slots
 from jackfield_vllm.sampling import Kind, SampleTable
 from jackfield_vllm.steady import Steady
@@ -177,6 +178,8 @@ class Core:
         self.runner.sampler = keyed_sampler(self.runner, self.table)
         quick_slots(self._scheduler)
         self.steady = Steady(self._scheduler) if Steady.suits(self._scheduler, version()) else None
+        if self.steady is not None and Ahead.suits(self.runner, version()):
+            Ahead(self.runner, self.steady)
         self._last = LastStep(self._scheduler)
 
     @property

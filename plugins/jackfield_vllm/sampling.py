@@ -81,11 +81,7 @@ class SampleTable:
         self.kinds.pop(key, None)
 
 
-def draw(logits: Tensor, kind: Kind, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B] and their log-probs float32 [B] under the distribution they were drawn from; logits [B, V] of any float type.
-
-    Temperature 0 takes the most likely token and reports its log-prob at temperature 1, which is how training scores it.
-    """
+def _draw(logits: Tensor, kind: Kind, uniform: Tensor) -> tuple[Tensor, Tensor]:
     temperature, top_p, top_k = kind
     scores = logits.float()
     if temperature not in (0.0, 1.0):
@@ -96,6 +92,22 @@ def draw(logits: Tensor, kind: Kind, uniform: Tensor) -> tuple[Tensor, Tensor]:
     if not temperature:
         tokens = scores.argmax(-1)
     return tokens, (scores.gather(1, tokens[:, None]) - peak)[:, 0] - total.log().float()
+
+
+_fused = torch.compile(_draw)
+
+
+def draw(logits: Tensor, kind: Kind, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [B] and their log-probs float32 [B] under the distribution they were drawn from; logits [B, V] of any float type.
+
+    Temperature 0 takes the most likely token and reports its log-prob at temperature 1, which is how training scores it. On a GPU
+    the two dozen kernels of a draw without top-p and top-k are compiled to a few: launching them takes the host longer than running them.
+    """
+    if not logits.is_cuda or kind[1:] != (1.0, 0):
+        return _draw(logits, kind, uniform)
+    for tensor in (logits, uniform):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _fused(logits, kind, uniform)
 
 
 def draw_mixed(logits: Tensor, kinds: Sequence[Kind], uniform: Tensor) -> tuple[Tensor, Tensor]:
