@@ -85,10 +85,11 @@ class Ahead:
         batch.block_table.compute_slot_mapping(n, runner.query_start_loc.gpu[: n + 1], positions)
         runner.input_ids.gpu[:n].copy_(batch.prev_sampled_token_ids[:, 0])  # row by row the same samples
 
-    def prepare_input_ids(self, out: Any, num_reqs: int, *args: Any) -> Any:
+    def prepare_input_ids(self, out: Any, num_reqs: int, *args: Any) -> None:
         """Each sample's token of the step before, from the row that it had there."""
         if self.steady.flight(out) is None:
-            return self._ids(out, num_reqs, *args)
+            self._ids(out, num_reqs, *args)
+            return
         before = self.runner.prev_positions.copy_to_gpu(num_reqs)
         torch.index_select(self.runner.input_batch.prev_sampled_token_ids[:, 0], 0, before, out=self.runner.input_ids.gpu[:num_reqs])
 
