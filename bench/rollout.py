@@ -3,9 +3,9 @@
     python bench/rollout.py [--quick]                                  # this machine's CPU or GPU
     python bench/rollout.py --shapes 0.5b 1.5b 7b --out results.json   # random weights of these shapes
 
-Two loads: `uniform N` is N distinct prompts with responses of one length; `rl N` is groups that share a prompt, with log-normal response
-lengths. Every contender runs the same requests (`ours_packed`: with `cpu_linear: packed`). The first repetition is dropped; medians
-with (min, max). Ratios are what counts.
+Loads: `uniform N` is N distinct prompts with responses of one length, `first N` the same with one token each (their difference is the
+decode steps); `rl N` is groups that share a prompt, with log-normal response lengths. Every contender runs the same requests
+(`ours_packed`: with `cpu_linear: packed`). The first repetition is dropped; medians with (min, max). Ratios are what counts.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def loads_for(cuda: bool, quick: bool) -> dict[str, list[tuple[list[int], int]]]
     if cuda:
         if quick:
             return {"uniform 256": uniform(256, 512, 256), "rl 1024": rl(1024, 16, 512, 256, 1024)}
-        counts = (256, 1024, 2048)
-        return {**{f"uniform {n}": uniform(n, 512, 256) for n in counts}, "rl 1024": rl(1024, 16, 512, 512, 2048)}
+        loads = {f"uniform {n}": uniform(n, 512, 256) for n in (256, 1024, 2048)}
+        return {"first 256": uniform(256, 512, 1), **loads, "rl 1024": rl(1024, 16, 512, 512, 2048)}
     counts = (16,) if quick else (16, 64, 128)
     return {**{f"uniform {n}": uniform(n, 48, 64) for n in counts}, **{f"rl {n}": rl(n, 8, 160, 32, 64) for n in counts}}
 
@@ -138,9 +138,25 @@ def main() -> None:
             with ThreadPoolExecutor(len(jobs) if args.turns else 1) as pool:
                 found = dict(zip(jobs, pool.map(side, jobs.values(), [args.timeout] * len(jobs)), strict=True))
             report["shapes"][shape] = found
-            show(shape, loads, found, config, machine, 2 if dtype == "bfloat16" else 4)
+            width = 2 if dtype == "bfloat16" else 4
+            show(shape, loads, found, config, machine, width)
+            if {"first 256", "uniform 256"} <= loads.keys():
+                decode_step(found, config, machine, width)
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
+
+
+def decode_step(found: dict[str, Any], config: dict[str, Any], machine: dict[str, float], width: int) -> None:
+    """Seconds of a decode step of 256 samples: the uniform load without its first tokens, which the prompts are computed for."""
+    first, whole = uniform(256, 512, 1), uniform(256, 512, 256)
+    steps = whole[0][1] - 1
+    floor = (floor_seconds(whole, config, machine, width) - floor_seconds(first, config, machine, width)) / steps
+    print(f"\na decode step of 256 samples; weights, keys and values once at copy bandwidth: {floor * 1e3:.2f} ms")
+    for name, result in found.items():
+        if {"first 256", "uniform 256"} <= result["loads"].keys():
+            times = [result["loads"][load]["times"] for load in ("uniform 256", "first 256")]
+            all_, one = (statistics.median([wall for wall, _ in t[1:] or t]) for t in times)
+            print(f"  {name:10s} {(all_ - one) / steps * 1e3:.2f} ms, {(all_ - one) / steps / floor:.2f}x")
 
 
 def options(name: str, cuda: bool) -> dict[str, Any]:
