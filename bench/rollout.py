@@ -35,6 +35,8 @@ FIELDS = (
     "vocab_size",
     "tie_word_embeddings",
 )
+STEPS = (64, 256)
+"""Samples whose decode step is timed by itself, on a GPU."""
 SIDES = ("ours", "ours_packed", "raw", "raw_tuned", "hf")
 
 
@@ -93,8 +95,8 @@ def loads_for(cuda: bool, quick: bool) -> dict[str, list[tuple[list[int], int]]]
     if cuda:
         if quick:
             return {"uniform 256": uniform(256, 512, 256), "rl 1024": rl(1024, 16, 512, 256, 1024)}
-        loads = {f"uniform {n}": uniform(n, 512, 256) for n in (256, 1024, 2048)}
-        return {"first 256": uniform(256, 512, 1), **loads, "rl 1024": rl(1024, 16, 512, 512, 2048)}
+        first = {f"first {n}": uniform(n, 512, 1) for n in STEPS}
+        return first | {f"uniform {n}": uniform(n, 512, 256) for n in (*STEPS, 1024, 2048)} | {"rl 1024": rl(1024, 16, 512, 512, 2048)}
     counts = (16,) if quick else (16, 64, 128)
     return {**{f"uniform {n}": uniform(n, 48, 64) for n in counts}, **{f"rl {n}": rl(n, 8, 160, 32, 64) for n in counts}}
 
@@ -140,23 +142,24 @@ def main() -> None:
             report["shapes"][shape] = found
             width = 2 if dtype == "bfloat16" else 4
             show(shape, loads, found, config, machine, width)
-            if {"first 256", "uniform 256"} <= loads.keys():
-                decode_step(found, config, machine, width)
+            for count in STEPS:
+                if {f"first {count}", f"uniform {count}"} <= loads.keys():
+                    decode_step(count, found, config, machine, width)
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
 
 
-def decode_step(found: dict[str, Any], config: dict[str, Any], machine: dict[str, float], width: int) -> None:
-    """Seconds of a decode step of 256 samples: the uniform load without its first tokens, which the prompts are computed for."""
-    first, whole = uniform(256, 512, 1), uniform(256, 512, 256)
-    steps = whole[0][1] - 1
-    floor = (floor_seconds(whole, config, machine, width) - floor_seconds(first, config, machine, width)) / steps
-    print(f"\na decode step of 256 samples; weights, keys and values once at copy bandwidth: {floor * 1e3:.2f} ms")
+def decode_step(count: int, found: dict[str, Any], config: dict[str, Any], machine: dict[str, float], width: int) -> None:
+    """Seconds of a decode step of `count` samples: the uniform load without its first tokens, which the prompts are computed for."""
+    loads = f"uniform {count}", f"first {count}"
+    whole, first = (floor_seconds(uniform(count, 512, n), config, machine, width) for n in (256, 1))
+    floor = (whole - first) / 255
+    print(f"\na decode step of {count} samples; weights, keys and values once at copy bandwidth: {floor * 1e3:.2f} ms")
     for name, result in found.items():
-        if {"first 256", "uniform 256"} <= result["loads"].keys():
-            times = [result["loads"][load]["times"] for load in ("uniform 256", "first 256")]
-            all_, one = (statistics.median([wall for wall, _ in t[1:] or t]) for t in times)
-            print(f"  {name:10s} {(all_ - one) / steps * 1e3:.2f} ms, {(all_ - one) / steps / floor:.2f}x")
+        if set(loads) <= result["loads"].keys():
+            times = [result["loads"][load]["times"] for load in loads]
+            whole, first = (statistics.median([wall for wall, _ in t[1:] or t]) for t in times)
+            print(f"  {name:10s} {(whole - first) / 255 * 1e3:.2f} ms, {(whole - first) / 255 / floor:.2f}x")
 
 
 def options(name: str, cuda: bool) -> dict[str, Any]:
