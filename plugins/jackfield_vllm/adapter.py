@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from torch import nn
 from jackfield.errors import ConfigError, PluginError
 from jackfield_vllm import cpu
 from jackfield_vllm.ahead import Ahead
-from jackfield_vllm.decode import LastStep, keyed_sampler, quick_slots
+from jackfield_vllm.decode import LastStep, keyed_sampler, log_probs, quick_slots
+from jackfield_vllm.record import Record
 from jackfield_vllm.sampling import Kind, SampleTable
-from jackfield_vllm.steady import Steady
+from jackfield_vllm.steady import Steady, Tokens
 
 OLDEST, NEWEST = (0, 20), (0, 33)
 FINISH = {"stop": "stop", "length": "length"}
@@ -130,14 +132,15 @@ def named_run(tp: int) -> Iterator[None]:
         ExecutorWithExternalLauncher._distributed_args = original
 
 
-class Output(NamedTuple):
-    """What one step gave one sample."""
+class Finished(NamedTuple):
+    """A sample that ended."""
 
     key: str
     tokens: list[int]
     log_probs: list[float]
-    finish: str | None
-    """Finish reason, or None while it goes on."""
+    versions: list[int]
+    finish: str
+    """Finish reason."""
 
 
 def _share_expert_group() -> None:
@@ -181,6 +184,10 @@ class Core:
         if self.steady is not None and Ahead.suits(self.runner, version()):
             Ahead(self.runner, self.steady)
         self._last = LastStep(self._scheduler)
+        self._record = Record()
+        self._requests: dict[str, Any] = {}
+        self._keys: list[str] = []
+        self._rows = np.zeros(0, np.int64)
 
     @property
     def max_model_len(self) -> int:
@@ -215,25 +222,37 @@ class Core:
         given["cache_salt"] = str(self._weights)
         required = EngineCoreRequest.__struct_fields__[: -len(EngineCoreRequest.__struct_defaults__)]
         self._client.add_request(EngineCoreRequest(**{**dict.fromkeys(required), **given, "external_req_id": key}))
+        self._requests[key] = self._scheduler.requests[key]
 
-    def step(self) -> list[Output]:
-        """Run one step of the engine; what it gave each sample that it gave anything."""
-        found = []
-        outputs = self._client.get_output().outputs
-        log_probs = self._last.log_probs() if outputs else {}
-        for out in outputs:
-            key, tokens = out.request_id, out.new_token_ids
-            reason = None if out.finish_reason is None else FINISH.get(str(out.finish_reason), "abort")
-            found.append(Output(key, tokens, [log_probs[key]] if tokens else [], reason))
-            if reason is not None:
-                self.table.remove(key)
-        return found
+    def step(self, version: int) -> list[Finished]:
+        """Run one step of the engine, whose tokens are of weights `version`; the samples that ended with it."""
+        given = self._client.get_output().outputs
+        output = self._last.take()
+        if isinstance(given, Tokens):
+            alive = given.alive
+            if given.keys is not self._keys:
+                self._keys, self._rows = given.keys, np.zeros(len(alive), np.int64)
+                self._rows[alive] = self._record.rows(list(compress(given.keys, alive.tolist())))
+            self._record.write(self._rows[alive], log_probs(output)[given.rows[alive]], version)
+            return [self._finished(request.request_id, reason) for request, reason in given.ended]
+        keys = [out.request_id for out in given if out.new_token_ids]
+        if keys:
+            at = [output.req_id_to_index[key] for key in keys]
+            self._record.write(self._record.rows(keys), log_probs(output)[at], version)
+        return [self._finished(out.request_id, out.finish_reason) for out in given if out.finish_reason is not None]
+
+    def _finished(self, key: str, reason: Any) -> Finished:
+        self.table.remove(key)
+        tokens = list(self._requests.pop(key).output_token_ids)
+        return Finished(key, tokens, *self._record.close(key), FINISH.get(str(reason), "abort"))
 
     def abort(self, keys: Sequence[str]) -> None:
         """Drop samples that are not finished."""
         self._client.abort_requests(list(keys))
         for key in keys:
             self.table.remove(key)
+            self._record.close(key)
+            self._requests.pop(key, None)
         while self._scheduler.has_requests():
             self._client.get_output()
 

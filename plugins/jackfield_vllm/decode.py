@@ -39,7 +39,7 @@ def keyed_sampler(runner: Any, table: SampleTable) -> nn.Module:
 
 
 class LastStep:
-    """Log-probs of the step whose outputs were given last, all at once: vLLM would cut three arrays for each sample."""
+    """What the runner gave for the step whose outputs were handed out last, log-probs among it: vLLM would cut three arrays a sample."""
 
     def __init__(self, scheduler: Any) -> None:
         self._output: Any = None
@@ -51,13 +51,15 @@ class LastStep:
 
         scheduler.update_from_output = kept
 
-    def log_probs(self) -> dict[str, float]:
-        """By sample, of the one token that each got; what a sample in the middle of its prompt has there means nothing."""
+    def take(self) -> Any:
+        """The runner's output for that step, once; None where no step was given since."""
         output, self._output = self._output, None
-        if output is None or output.logprobs is None:
-            return {}
-        values = output.logprobs.logprobs[:, 0].tolist()
-        return {key: values[row] for key, row in output.req_id_to_index.items()}
+        return output
+
+
+def log_probs(output: Any) -> np.ndarray:
+    """float32 [rows of the batch], of the one token that each got; what a sample in the middle of its prompt has there means nothing."""
+    return np.asarray(output.logprobs.logprobs)[:, 0]
 
 
 def quick_slots(scheduler: Any) -> None:

@@ -101,7 +101,7 @@ class VLLM(Engine):
         A sample ends with `length` at `max_new_tokens` or at `max_model_len`. Raises DataError for a prompt that leaves no room.
         """
         core, room = self._core, self._core.max_model_len
-        open_: dict[str, Sample] = {}
+        open_: dict[str, tuple[int, int]] = {}
         for request in requests:
             if not 0 < len(request.tokens) < room:
                 raise DataError(
@@ -117,17 +117,11 @@ class VLLM(Engine):
                 kind = (s.temperature, s.top_p, s.top_k)
                 for index, seed in enumerate(request.seeds):
                     key = f"{request.id}:{index}"
-                    open_[key] = Sample(request.id, index, [], [], [], "")
+                    open_[key] = request.id, index
                     core.add(key, tokens, params, seed=seed, kind=kind)
             while open_:
-                for out in core.step():
-                    sample = open_[out.key]
-                    sample.tokens += out.tokens
-                    sample.log_probs += out.log_probs
-                    sample.versions += [self.version] * len(out.tokens)
-                    if out.finish is not None:
-                        sample.finish_reason = out.finish
-                        yield open_.pop(out.key)
+                for done in core.step(self.version):
+                    yield Sample(*open_.pop(done.key), done.tokens, done.log_probs, done.versions, done.finish)
         finally:
             gc.unfreeze()
             if open_:

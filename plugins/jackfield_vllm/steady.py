@@ -1,8 +1,9 @@
 """Scheduling while nothing but decoding happens: no sample comes, each gets one token, some end.
 
 vLLM decides all of this anew for each sample and step, in Python; at a thousand samples that takes longer than the GPU needs for them.
-Here a step that follows such a step is made from it. What a sample's state becomes is what vLLM would make of it, so that any step may be
-vLLM's own again: when samples arrive or are dropped from the cache, when blocks run out, whenever anything else turns up.
+Here a step that follows such a step is made from it, in array operations over all samples: only a sample that ends, or takes a block, costs
+Python of its own. What became of vLLM's requests is kept in a `Ledger` and written to them before vLLM reads them, so that any step
+may be vLLM's own again: when samples arrive or are dropped from the cache, when blocks run out, whenever anything else turns up.
 """
 
 from __future__ import annotations
@@ -12,30 +13,60 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jackfield_vllm.ledger import Ledger
+
 VERSIONS = {(0, 24), (0, 32)}
 """Of vLLM's scheduler, those whose state this was written for and tested with; others do all by themselves."""
 
 
-class Plain(NamedTuple):
-    """What one step gave one sample, with the fields of vLLM's EngineCoreOutput that are read."""
+class Members(NamedTuple):
+    """The samples of a step, in its order; nothing in here changes once it is made."""
 
-    request_id: str
-    new_token_ids: list[int]
-    finish_reason: Any
+    requests: list[Any]
+    keys: list[str]
+    counts: dict[str, int]
+    """One token for each key."""
+    limits: np.ndarray
+    """int64 [requests]: tokens, prompt included, at which each ends."""
+    stops: np.ndarray
+    """int64 [requests]: which set of stop tokens each has, in the upper half of the number."""
+    rows: np.ndarray
+    """int64 [requests]: rows of the ledger."""
+    serials: np.ndarray
+    """int64 [requests]: serial numbers of those rows; a row that has another by now is not the request's any more."""
 
 
 class Flight(NamedTuple):
     """A step that was made here and has not come back."""
 
     scheduled: Any
-    requests: list[Any]
-    """vLLM's requests, one token each; the same list as in the step before while the same samples follow in the same order."""
+    members: Members
     computed: np.ndarray
     """int64 [requests]: tokens computed before this step. Nobody writes to it."""
     fresh: list[int]
     """Positions in `requests` of those that got a block in this step."""
-    stops: list[frozenset[int]]
     preempted: int
+
+    @property
+    def requests(self) -> list[Any]:
+        """vLLM's requests, one token each; the same list as in the step before while the same samples follow in the same order. What they
+        say of themselves may be some steps old."""
+        return self.members.requests
+
+
+class Tokens(NamedTuple):
+    """What a step that was made here gave its samples; stands where vLLM has a list with an output for each."""
+
+    keys: list[str]
+    """The same list as in the step before while the same samples follow in the same order."""
+    rows: np.ndarray
+    """int64 [keys]: the row of the runner's output that is each one's."""
+    alive: np.ndarray
+    """bool [keys]: false for one that had ended before."""
+    tokens: np.ndarray
+    """int64 [keys]."""
+    ended: list[tuple[Any, Any]]
+    """Those that ended with this token, and vLLM's finish reasons."""
 
 
 class Steady:
@@ -50,19 +81,30 @@ class Steady:
         self.scheduler, self.manager = scheduler, scheduler.kv_cache_manager
         self._running, self._check_stop, self._remove_all = RequestStatus.RUNNING, check_stop, remove_all
         self._outputs_of = EngineCoreOutputs
-        self._size: int = self.manager.coordinator.single_type_managers[0].block_size
-        self._ahead = isinstance(scheduler, AsyncScheduler)  # a step is scheduled before the last one's tokens are known
+        (self._blocks,) = self.manager.coordinator.single_type_managers
+        self._size: int = self._blocks.block_size
+        self.ledger = Ledger(self.manager, ahead=isinstance(scheduler, AsyncScheduler))
         self._active = scheduler._pause_state
-        self._schedule, self._update, preempt = scheduler.schedule, scheduler.update_from_output, scheduler._preempt_request
+        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         self._flights: dict[int, Flight] = {}
         self._last: Any = None
         self._preempted = 0
+        self._sets: dict[frozenset[int], int] = {}
+        self._stops = np.array([2**62])
+        self._order: tuple[Any, list[str], np.ndarray] = (None, [], np.zeros(0, np.int64))
+        preempt, free = scheduler._preempt_request, scheduler._free_request
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def preempted(request: Any, *args: Any, **kwargs: Any) -> Any:
             self._preempted, self._last = self._preempted + 1, None
-            return preempt(*args, **kwargs)
+            self.ledger.settle(request)
+            return preempt(request, *args, **kwargs)
 
-        scheduler.schedule, scheduler.update_from_output, scheduler._preempt_request = self.schedule, self.update, counted
+        def freed(request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.ledger.close(request)
+            return free(request, *args, **kwargs)
+
+        scheduler.schedule, scheduler.update_from_output = self.schedule, self.update
+        scheduler._preempt_request, scheduler._free_request = preempted, freed
 
     @staticmethod
     def suits(scheduler: Any, version: tuple[int, int]) -> bool:
@@ -70,6 +112,7 @@ class Steady:
         managers = getattr(scheduler.kv_cache_manager.coordinator, "single_type_managers", ())
         foreign = ("connector", "ec_connector", "lora_config", "use_pp", "use_v2_model_runner", "defer_block_free", "num_spec_tokens")
         foreign += ("needs_kv_cache_zeroing", "log_stats", "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask")
+        foreign += ("enable_kv_cache_events", "kv_metrics_collector")
         return (
             version in VERSIONS
             and [type(m).__name__ for m in managers] == ["FullAttentionManager"]
@@ -82,6 +125,7 @@ class Steady:
         """A step made from the last one, or vLLM's own."""
         out = self._next()
         if out is None:
+            self.ledger.settle_all()
             out = self._schedule(*args, **kwargs)
             self._learn(out)
         return out
@@ -91,9 +135,10 @@ class Steady:
 
     def _ends(self, request: Any) -> bool:
         """Whether the tokens on their way are the sample's last, so that vLLM schedules it no more."""
+        self.ledger.settle(request)
         ahead, computed = request.num_output_placeholders, request.num_computed_tokens
         last = ahead > 0 and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
-        return last or computed + 1 >= self.scheduler.max_model_len
+        return bool(last or computed + 1 >= self.scheduler.max_model_len)
 
     def _learn(self, out: Any) -> None:
         """Keep vLLM's step if the next one may be like it."""
@@ -108,78 +153,81 @@ class Steady:
             return
         self._last, self._held = out, held
         self._computed, self._outputs = (np.array(n, np.int64) + 1 for n in (cached.num_computed_tokens, cached.num_output_tokens))
-        self._keep(requests)
+        limits = np.array([r.num_prompt_tokens + r.max_tokens for r in requests]).clip(max=scheduler.max_model_len)
+        stops = np.array([self._stop_set(r.sampling_params) for r in requests]) << 32
+        rows = self.ledger.open(requests)
+        self._members = Members(requests, list(cached.req_ids), dict(counts), limits, stops, rows, self.ledger.serials[rows])
 
-    def _keep(self, requests: list[Any]) -> None:
-        self._requests = requests
-        self._keys = [request.request_id for request in requests]
-        self._counts = dict.fromkeys(self._keys, 1)
-        self._limits = np.array([r.num_prompt_tokens + r.max_tokens for r in requests]).clip(max=self.scheduler.max_model_len)
-        settings = [request.sampling_params for request in requests]
-        self._stops = [frozenset((*(s.stop_token_ids or ()), s.eos_token_id)) for s in settings]
+    def _stop_set(self, settings: Any) -> int:
+        tokens = frozenset((*(settings.stop_token_ids or ()), settings.eos_token_id)) - {None}
+        if tokens not in self._sets:
+            number = self._sets[tokens] = len(self._sets)
+            self._stops = np.sort([*self._stops, *((number << 32) + token for token in tokens)])
+        return self._sets[tokens]
+
+    def _leave(self, stays: np.ndarray) -> None:
+        """Go on without some of the members."""
+        requests, keys, counts, *arrays = self._members
+        requests, keys, counts = requests.copy(), keys.copy(), counts.copy()
+        for i in np.flatnonzero(~stays)[::-1].tolist():
+            key = keys.pop(i)
+            del requests[i], counts[key]
+            self.scheduler.prev_step_scheduled_req_ids.discard(key)
+        self._members = Members(requests, keys, counts, *(array[stays] for array in arrays))
+        self._computed, self._outputs = self._computed[stays], self._outputs[stays]
 
     def _next(self) -> Any:
         """The step after the last one, or None where more happens than that tokens follow tokens."""
         scheduler = self.scheduler
         if self._last is None or self._queued() or scheduler._pause_state is not self._active:
             return None
-        last = self._computed + 1 >= self._limits
-        ended = bool(scheduler.finished_req_ids) or bool(last.any())
-        if ended:
-            self._held += [r for r, near in zip(self._requests, last, strict=True) if near and self._ends(r)]
-            held = {r.request_id for r in self._held}
-            stays = [r.status is self._running and r.request_id not in held for r in self._requests]
-            if not all(stays):
-                self._computed, self._outputs = self._computed[stays], self._outputs[stays]
-                self._keep([r for r, yes in zip(self._requests, stays, strict=True) if yes])
+        near = self._computed + 1 >= self._members.limits
+        if scheduler.finished_req_ids or near.any():
+            stays = self.ledger.serials[self._members.rows] == self._members.serials
+            for i in np.flatnonzero(near & stays).tolist():
+                request = self._members.requests[i]
+                if self._ends(request):
+                    self._held.append(request)
+                    stays[i] = False
+            if not stays.all():
+                self._leave(stays)
             self._held = [r for r in self._held if r.status is self._running]
-        inside = self._computed % self._size
-        fresh = int((inside == 0).sum())
+        members = self._members
+        fresh = np.flatnonzero(self._computed % self._size == 0).tolist()
         if (
-            not self._requests
-            or len(scheduler.running) != len(self._requests) + len(self._held)
-            or len(self._requests) > scheduler.max_num_scheduled_tokens
-            or fresh > self.manager.block_pool.get_num_free_blocks()
+            not members.requests
+            or len(scheduler.running) != len(members.requests) + len(self._held)
+            or len(members.requests) > scheduler.max_num_scheduled_tokens
+            or len(fresh) > self.manager.block_pool.get_num_free_blocks()
         ):
             self._last = None
             return None
-        return self._make(np.flatnonzero((inside == 0) | (inside == self._size - 1)).tolist())
+        return self._make(fresh)
 
-    def _make(self, borders: list[int]) -> Any:
-        scheduler, requests = self.scheduler, self._requests
+    def _make(self, fresh: list[int]) -> Any:
+        scheduler, members, computed = self.scheduler, self._members, self._computed
         scheduler.current_step += 1
         self.manager.new_step_starts()
-        blocks: list[Any] = [None] * len(requests)
-        for i in borders:  # a block is taken before its first token, and can be found by its prefix from its last
-            taken = self.manager.allocate_slots(requests[i], 1, num_lookahead_tokens=0)
-            blocks[i] = taken.get_block_ids(allow_none=True)
+        blocks: list[Any] = [None] * len(members.keys)
+        for i, block in zip(fresh, self.manager.block_pool.get_new_blocks(len(fresh)), strict=True):
+            self._blocks.req_to_blocks[members.keys[i]].append(block)
+            blocks[i] = ([block.block_id],)
         cached = dataclasses.replace(
             self._last.scheduled_cached_reqs,
-            req_ids=self._keys,
+            req_ids=members.keys,
             new_block_ids=blocks,
-            num_computed_tokens=self._computed.tolist(),
+            num_computed_tokens=computed.tolist(),
             num_output_tokens=self._outputs.tolist(),
             all_token_ids={},
         )
-        changed = {"scheduled_cached_reqs": cached, "num_scheduled_tokens": self._counts, "total_num_scheduled_tokens": len(requests)}
+        changed = {"scheduled_cached_reqs": cached, "num_scheduled_tokens": members.counts, "total_num_scheduled_tokens": len(members.keys)}
         if getattr(self._last, "num_common_prefix_blocks", None):
             changed["num_common_prefix_blocks"] = self.manager.get_num_common_prefix_blocks(scheduler.running[0].request_id)
         out = dataclasses.replace(self._last, **changed, finished_req_ids=scheduler.finished_req_ids)
         scheduler.finished_req_ids = set()
-        if scheduler.prev_step_scheduled_req_ids != self._counts.keys():
-            scheduler.prev_step_scheduled_req_ids.clear()
-            scheduler.prev_step_scheduled_req_ids.update(self._counts)
-        computed = self._computed
         self._computed, self._outputs = computed + 1, self._outputs + 1
-        flying = hasattr(requests[0], "num_in_flight_tokens")
-        for request in requests:
-            request.num_computed_tokens += 1
-            if self._ahead:
-                request.num_output_placeholders += 1
-            if flying:
-                request.num_in_flight_tokens += 1
-        fresh = [i for i in borders if blocks[i] is not None]
-        self._flights[id(out)] = Flight(out, requests, computed, fresh, self._stops, self._preempted)
+        self.ledger.made(members.rows)
+        self._flights[id(out)] = Flight(out, members, computed, fresh, self._preempted)
         return out
 
     def flight(self, scheduled: Any) -> Flight | None:
@@ -187,37 +235,42 @@ class Steady:
         return self._flights.get(id(scheduled))
 
     def update(self, scheduled: Any, output: Any) -> Any:
-        """Hand out a step's tokens; vLLM does it for its own steps, and where a sample was dropped from the cache since."""
+        """Take a step's tokens (`Tokens`); vLLM does it for its own steps, and where a sample was dropped from the cache since."""
         flight = self._flights.pop(id(scheduled), None)
         foreign = ("pooler_output", "num_nans_in_logits", "kv_connector_output", "ec_connector_output")
         if flight is None or flight.preempted != self._preempted or any(getattr(output, name, None) for name in foreign):
+            self.ledger.settle_all()
             return self._update(scheduled, output)
-        scheduler, size, ahead, longest = self.scheduler, self._size, self._ahead, self.scheduler.max_model_len
-        tokens, rows, found, stopped = output.sampled_token_ids, output.req_id_to_index, [], set()
-        flying = hasattr(flight.requests[0], "num_in_flight_tokens")
-        for request, stops in zip(flight.requests, flight.stops, strict=True):
-            if flying:
-                request.num_in_flight_tokens -= 1
-            if request.status is not self._running:  # it ended with the step before
-                continue
-            key = request.request_id
-            (token,) = tokens[rows[key]]
-            own, everything = request._output_token_ids, request._all_token_ids
-            own.append(token)
-            everything.append(token)
-            length = len(everything)
-            if length % size == 0:
-                request.update_block_hashes()
-            stop = (token in stops or length >= longest or len(own) >= request.max_tokens) and self._check_stop(request, longest)
-            if ahead:
-                request.num_output_placeholders -= 1
-            reason = None
-            if stop:
-                reason = request.get_finished_reason()
-                scheduler._handle_stopped_request(request)
-                scheduler._free_request(request)
-                stopped.add(request)
-            found.append(Plain(key, [token], reason))
-        if stopped:
-            scheduler.running = self._remove_all(scheduler.running, stopped)
-        return {0: self._outputs_of(outputs=found)}
+        members, order = flight.members, self._rows(flight.members, output)
+        tokens = np.asarray(output.sampled_token_ids, np.int64)[order, 0]
+        alive = self.ledger.serials[members.rows] == members.serials
+        if alive.all():
+            self.ledger.back(members.rows, tokens)
+        else:  # some ended with the step before
+            self.ledger.back(members.rows[alive], tokens[alive])
+        wanted = members.stops + tokens
+        stop = (flight.computed + 2 >= members.limits) | (self._stops[np.searchsorted(self._stops, wanted)] == wanted)
+        ended = self._end([members.requests[i] for i in np.flatnonzero(stop & alive).tolist()])
+        self.ledger.turn()
+        return {0: self._outputs_of(outputs=Tokens(members.keys, order, alive, tokens, ended))}
+
+    def _rows(self, members: Members, output: Any) -> np.ndarray:
+        """Rows of the runner's output by member; mostly as in the step before."""
+        known, ids, rows = self._order
+        if known is not members or ids != output.req_ids:
+            rows = np.fromiter(map(output.req_id_to_index.__getitem__, members.keys), np.int64, len(members.keys))
+            self._order = members, list(output.req_ids), rows
+        return rows
+
+    def _end(self, requests: list[Any]) -> list[tuple[Any, Any]]:
+        """Let vLLM conclude these, in their order; each with its finish reason."""
+        ended = []
+        for request in requests:
+            self.ledger.settle(request)
+            if self._check_stop(request, self.scheduler.max_model_len):
+                ended.append((request, request.get_finished_reason()))
+                self.scheduler._handle_stopped_request(request)
+                self.scheduler._free_request(request)
+        if ended:
+            self.scheduler.running = self._remove_all(self.scheduler.running, {request for request, _ in ended})
+        return ended

@@ -7,10 +7,10 @@ import pytest
 from jackfield.components import Request
 from jackfield.config import SamplingConfig
 from jackfield.testing.samples import generate, prompts, requests
-from jackfield_vllm import adapter
+from jackfield_vllm import adapter, ledger
 from jackfield_vllm.adapter import FINISH
 from jackfield_vllm.decode import quick_slots
-from jackfield_vllm.steady import Steady
+from jackfield_vllm.steady import Steady, Tokens
 
 pytestmark = pytest.mark.vllm
 
@@ -42,7 +42,7 @@ def _both(pair, monkeypatch, use):
             patch.setattr(scheduler, "schedule", scheduler.schedule)
             engine.core.count_scheduled(counts.append)
             if steady is not None:
-                patch.setattr(steady, "_make", lambda borders, make=steady._make: made.append(1) or make(borders))
+                patch.setattr(steady, "_make", lambda fresh, make=steady._make: made.append(1) or make(fresh))
             found = use(engine)
         assert not scheduler.running and not (steady and steady._flights)
         seen.append((found, counts, scheduler.kv_cache_manager.block_pool.get_num_free_blocks()))
@@ -103,98 +103,192 @@ def test_samples_that_come_are_closed_or_get_new_weights_in_between(pair, monkey
     assert made > len(counts) / 2
 
 
-def _simulated(engine, ahead, steady, events):
+def _handed(outputs):
+    """What samples got, whoever handed it out."""
+    if not isinstance(outputs, Tokens):
+        return [(o.request_id, o.new_token_ids, str(o.finish_reason)) for o in outputs]
+    reasons = {request.request_id: reason for request, reason in outputs.ended}
+    each = zip(outputs.keys, outputs.tokens.tolist(), outputs.alive.tolist(), strict=True)
+    return [(key, [token], str(reasons.get(key))) for key, token, alive in each if alive]
+
+
+def _state(scheduler):
+    """All that vLLM can see: requests, their blocks, and what the prefix cache holds."""
+    manager = scheduler.kv_cache_manager
+    (blocks,) = manager.coordinator.single_type_managers
+    names = ("status", "num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "block_hashes", "is_prefill_chunk")
+    requests = {
+        key: (
+            [getattr(request, name, None) for name in names],
+            list(request.output_token_ids),
+            list(request.all_token_ids),
+            [block.block_id for block in blocks.req_to_blocks[key]] if key in blocks.req_to_blocks else [],
+            blocks.num_cached_block.get(key, 0),
+        )
+        for key, request in scheduler.requests.items()
+    }
+    cached = {repr(key): sorted([found.block_id] if hasattr(found, "block_id") else found) for key, found in _cached(manager).items()}
+    return {
+        "requests": requests,
+        "cached": cached,
+        "hashes": [repr(block.block_hash) for block in manager.block_pool.blocks],
+        "references": [block.ref_cnt for block in manager.block_pool.blocks],
+        "queues": [[r.request_id for r in getattr(scheduler, name, ())] for name in ("running", "waiting")],
+        "before": set(scheduler.prev_step_scheduled_req_ids),
+    }
+
+
+def _cached(manager):
+    return manager.block_pool.cached_block_hash_to_block._cache
+
+
+class Simulation:
     """What each step of a scheduler says, and what comes of it, with tokens that depend on sample and position alone; `ahead` as on a
-    GPU: a step is scheduled before the tokens of the last are known. `events[n](scheduler, add)` happens before step n."""
-    from vllm import SamplingParams
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request as Queued
+    GPU: a step is scheduled before the tokens of the last are known.
 
-    core, given = engine.core._client.engine_core, engine.core._scheduler
-    scheduler = (AsyncScheduler if ahead else Scheduler)(
-        vllm_config=given.vllm_config,
-        kv_cache_config=given.kv_cache_config,
-        structured_output_manager=given.structured_output_manager,
-        block_size=engine.core.block_size,
-        hash_block_size=engine.core.block_size,
-    )
-    if steady:
-        assert Steady.suits(scheduler, adapter.version())
-        quick_slots(scheduler)
-        Steady(scheduler)
-    required = EngineCoreRequest.__struct_fields__[: -len(EngineCoreRequest.__struct_defaults__)]
+    `seen` has what must be equal at all times; `states`, by number of the step, what must be equal where somebody looks: after events,
+    and where vLLM schedules a step itself. Steady steps leave requests as they are and say so (`Flight`), so that in between only
+    what they hand out, take and give back can be seen.
+    """
 
-    def add(key, prompt, length):
-        params = SamplingParams(max_tokens=length, stop_token_ids=[3], ignore_eos=True)
-        fields = {"request_id": key, "prompt_token_ids": prompt, "sampling_params": params, "arrival_time": 0.0}
+    def __init__(self, engine, ahead, steady):
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        self.core, given = engine.core, engine.core._scheduler
+        self.ahead = ahead
+        self.scheduler = scheduler = (AsyncScheduler if ahead else Scheduler)(
+            vllm_config=given.vllm_config,
+            kv_cache_config=given.kv_cache_config,
+            structured_output_manager=given.structured_output_manager,
+            block_size=engine.core.block_size,
+            hash_block_size=engine.core.block_size,
+        )
+        self.steady = None
+        if steady:
+            assert Steady.suits(scheduler, adapter.version())
+            quick_slots(scheduler)
+            self.steady = Steady(scheduler)
+        self.seen, self.states, self.own, self.given, self.found = [], {}, set(), {}, {}
+        self._followed = ([], [])
+
+    def add(self, key, prompt, length, stops=(3,)):
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.request import Request as Queued
+
+        params = SamplingParams(max_tokens=length, stop_token_ids=list(stops), ignore_eos=True)
+        required = EngineCoreRequest.__struct_fields__[: -len(EngineCoreRequest.__struct_defaults__)]
+        fields = {"request_id": key, "prompt_token_ids": list(prompt), "sampling_params": params, "arrival_time": 0.0}
         asked = EngineCoreRequest(**{**dict.fromkeys(required), **fields, "external_req_id": key})
-        scheduler.add_request(Queued.from_engine_core_request(asked, core.request_block_hasher))
+        self.scheduler.add_request(Queued.from_engine_core_request(asked, self.core._client.engine_core.request_block_hasher))
 
-    seen, flights, made, followed = [], [], 0, ([], [])
-    for number in range(1000):
-        if number in events:
-            events[number](scheduler, add)
-        if scheduler.has_requests():
-            out = scheduler.schedule()
-            flight = steady and scheduler.schedule.__self__.flight(out)
-            if flight:
-                made += 1
-                keys, cached = [r.request_id for r in flight.requests], out.scheduled_cached_reqs
-                assert keys == cached.req_ids == list(out.num_scheduled_tokens)
-                assert flight.computed.tolist() == cached.num_computed_tokens
-                assert flight.fresh == [i for i, blocks in enumerate(cached.new_block_ids) if blocks is not None]
-                assert (flight.requests is followed[0]) == (keys == followed[1])
-            followed = (flight.requests, keys) if flight else ([], [])
-            now = [k for k in out.num_scheduled_tokens if not scheduler.requests[k].is_prefill_chunk]
-            at = {k: scheduler.requests[k].num_computed_tokens for k in now}
-            rows = list(out.num_scheduled_tokens)
-            tokens = [[(ord(k) * 7 + at[k] * 31) % 97 + (k not in "ab") * 4] if k in at else [] for k in rows]  # 3 ends a and b
-            flights.append((out, ModelRunnerOutput(rows, {k: i for i, k in enumerate(rows)}, tokens)))
-            seen.append(repr({f.name: getattr(out, f.name) for f in dataclasses.fields(out)}))
-        if flights and (len(flights) > ahead or not scheduler.has_requests()):
-            given_out = scheduler.update_from_output(*flights.pop(0)).get(0)
-            if given_out is not None:
-                seen.append([(o.request_id, o.new_token_ids, str(o.finish_reason)) for o in given_out.outputs])
-            seen.append(len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block))
-        elif not flights and not scheduler.has_requests() and number > max(events):
-            break
-    assert not scheduler.running and not scheduler.requests
-    seen.append(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
-    return seen, made
+    def drop(self, *keys):
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(list(keys), RequestStatus.FINISHED_ABORTED)
+
+    def run(self, events, between, looks):
+        """`events[n](self)` before step n is scheduled, `between[n](self)` before its predecessor's tokens are handed out; vLLM's state is
+        taken at the steps of `looks`."""
+        scheduler, flights = self.scheduler, []
+        for number in range(1000):
+            if number in events:
+                events[number](self)
+            if scheduler.has_requests():
+                flights.append(self._step(number, number in looks or number in events))
+            if number in between:
+                between[number](self)
+            if flights and (len(flights) > self.ahead or not scheduler.has_requests()):
+                given = scheduler.update_from_output(*flights.pop(0)).get(0)
+                self._keep([] if given is None else _handed(given.outputs))
+            elif not flights and not scheduler.has_requests() and number > max(events):
+                break
+        assert not scheduler.running and not scheduler.requests
+        assert self.steady is None or (not self.steady._flights and not self.steady.ledger.rows)
+        return self
+
+    def _keep(self, handed):
+        for key, tokens, _ in handed:
+            self.given.setdefault(key, []).extend(tokens)
+        pool = self.scheduler.kv_cache_manager.block_pool
+        self.seen.append(handed)
+        self.seen.append([block.block_id for block in pool.free_block_queue.get_all_free_blocks()])  # in the order of their next use
+
+    def _step(self, number, looked_at):
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        scheduler, steady = self.scheduler, self.steady
+        if looked_at:
+            if steady:
+                steady.ledger.settle_all()
+            self.states[number, "before"] = _state(scheduler)
+        out = scheduler.schedule()
+        flight = steady and steady.flight(out)
+        if not flight:
+            self.own.add(number)
+            self.states[number, "after"] = _state(scheduler)
+        else:
+            keys, cached = [r.request_id for r in flight.requests], out.scheduled_cached_reqs
+            assert keys == cached.req_ids == list(out.num_scheduled_tokens)
+            assert flight.computed.tolist() == cached.num_computed_tokens
+            assert flight.fresh == [i for i, blocks in enumerate(cached.new_block_ids) if blocks is not None]
+            assert (flight.requests is self._followed[0]) == (keys == self._followed[1])
+        self._followed = (flight.requests, keys) if flight else ([], [])
+        for new in out.scheduled_new_reqs:
+            self.found[new.req_id] = new.num_computed_tokens
+        cached = out.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        at = {k: computed[k] + n for k, n in out.num_scheduled_tokens.items() if not scheduler.requests[k].is_prefill_chunk}
+        rows = sorted(out.num_scheduled_tokens)  # a runner's order is its own
+        tokens = [[(ord(k) * 7 + at[k] * 31) % 97 + (k not in "abq") * 4] if k in at else [] for k in rows]
+        self.seen.append(repr({f.name: getattr(out, f.name) for f in dataclasses.fields(out)}))
+        return out, ModelRunnerOutput(rows, {k: i for i, k in enumerate(rows)}, tokens)
 
 
+@pytest.mark.parametrize("turn", [256, 5], ids=["late", "early"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "one step ahead"])
-def test_every_step_is_the_one_that_vllm_would_make(pair, ahead):
-    """Samples that come, end at a token or a length, are dropped by the user, pushed out of the cache, or read again."""
-    from vllm.v1.request import RequestStatus
+def test_every_step_is_the_one_that_vllm_would_make(pair, ahead, turn, monkeypatch):
+    """Samples that come, end at a token or a length, are dropped by the user, pushed out of the cache, read again, or found by a longer
+    prompt. What steady steps leave undone is what vLLM would have done wherever it can be seen."""
+    texts = prompts(9, length=40)
 
-    texts = prompts(8, length=40)
-
-    def first(scheduler, add):
+    def first(run):
         for key, text, length in zip("abcde", texts, (60, 150, 33, 90, 91), strict=False):
-            add(key, list(text), length)
+            run.add(key, text, length, stops=(3,) if key in "ab" else (50, 2))
 
-    def more(scheduler, add):
-        add("f", list(texts[0]), 120)
-        add("g", list(texts[6]) * 4, 70)
-        add("h", list(texts[7]), 400)
+    def more(run):
+        run.add("f", texts[0], 120, stops=())
+        run.add("g", texts[6] * 4, 70)
+        run.add("h", texts[7], 1000)
+
+    def longer(run):
+        run.add("q", (*texts[8], *run.given["c"]), 40)
+        run.add("r", (*texts[2], *run.given["c"], 1, 2, 3), 20)  # a turn later: prompt and response of a sample that ended
 
     events = {
         0: first,
-        20: lambda scheduler, add: scheduler.finish_requests(["d"], RequestStatus.FINISHED_ABORTED),
+        20: lambda run: run.drop("d"),
         30: more,
-        45: lambda scheduler, add: scheduler.reset_prefix_cache(reset_running_requests=True),
-        200: lambda scheduler, add: add("i", list(texts[1]), 40),
+        45: lambda run: run.scheduler.reset_prefix_cache(reset_running_requests=True),
+        200: lambda run: run.add("i", texts[1], 40),
+        420: lambda run: [run.add(key, texts[ord(key) % 9], 300 + ord(key) % 7) for key in "jklm"],
+        520: lambda run: run.add("n", texts[3], 300),
+        600: longer,
     }
-    engine = pair[1]
-    ours, made = _simulated(engine, ahead, True, events)
-    plain, _ = _simulated(engine, ahead, False, events)
-    for step, (got, want) in enumerate(zip(ours, plain, strict=True)):
+    between = {70: lambda run: run.drop("e"), 500: lambda run: run.drop("k")}
+    looks = {10, 17, 44, 66, 71, 150, 151, 152, 333, 430, 501, 502, 555}
+    monkeypatch.setattr(ledger, "TURN", turn)
+    ours = Simulation(pair[1], ahead, True).run(events, between, looks)
+    plain = Simulation(pair[1], ahead, False).run(events, between, looks | ours.own)
+    for step, (got, want) in enumerate(zip(ours.seen, plain.seen, strict=True)):
         assert got == want, f"entry {step}"
-    assert made > len(ours) / 4
+    for number, when in ours.states:
+        for name, want in plain.states[number, when].items():
+            assert ours.states[number, when][name] == want, f"{name} {when} step {number}"
+    assert len(ours.own) < len(ours.seen) / 3 / 3, "most steps must be made, not vLLM's"
+    assert ours.found["r"] > 40, "blocks of a sample that ended were not found"
 
 
 def test_a_key_that_comes_again_draws_by_its_new_seed(served):
