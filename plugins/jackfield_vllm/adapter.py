@@ -229,17 +229,27 @@ class Core:
         given = self._client.get_output().outputs
         output = self._last.take()
         if isinstance(given, Tokens):
-            alive = given.alive
-            if given.keys is not self._keys:
-                self._keys, self._rows = given.keys, np.zeros(len(alive), np.int64)
-                self._rows[alive] = self._record.rows(list(compress(given.keys, alive.tolist())))
-            self._record.write(self._rows[alive], log_probs(output)[given.rows[alive]], version)
+            self._record.write(*self._rows_of(given, log_probs(output)), version)
             return [self._finished(request.request_id, reason) for request, reason in given.ended]
         keys = [out.request_id for out in given if out.new_token_ids]
         if keys:
             at = [output.req_id_to_index[key] for key in keys]
             self._record.write(self._record.rows(keys), log_probs(output)[at], version)
         return [self._finished(out.request_id, out.finish_reason) for out in given if out.finish_reason is not None]
+
+    def _rows_of(self, given: Tokens, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The record's rows of the samples that got a token, and what `values` says of each."""
+        if given.keys is not self._keys:
+            before, stays = given.before
+            if before is self._keys:
+                self._rows = self._rows[stays]
+            else:
+                self._rows = np.zeros(len(given.keys), np.int64)
+                self._rows[given.alive] = self._record.rows(list(compress(given.keys, given.alive.tolist())))
+            self._keys = given.keys
+        if given.alive.all():
+            return self._rows, values[given.rows]
+        return self._rows[given.alive], values[given.rows[given.alive]]
 
     def _finished(self, key: str, reason: Any) -> Finished:
         self.table.remove(key)

@@ -15,30 +15,37 @@ class Record:
         self._free: list[int] = []
         self._counts = np.zeros(0, np.int64)
         self._log_probs = np.zeros((0, 256), np.float32)
-        self._versions = np.zeros((0, 256), np.int32)
+        self._version = -1
+        self._runs: dict[str, list[tuple[int, int]]] = {}
+        """By sample: from which token on which version."""
 
     def rows(self, keys: Sequence[str]) -> np.ndarray:
         """int64 [keys]: each sample's row, a new one for its first token."""
-        if not self._rows.keys() >= set(keys):
+        try:
+            return np.fromiter(map(self._rows.__getitem__, keys), np.int64, len(keys))
+        except KeyError:
             self._open([key for key in keys if key not in self._rows])
-        return np.fromiter(map(self._rows.__getitem__, keys), np.int64, len(keys))
+            return self.rows(keys)
 
     def _open(self, keys: list[str]) -> None:
         if len(keys) > len(self._free):
             old, more = len(self._counts), max(len(keys), len(self._counts), 64)
             self._free += reversed(range(old, old + more))
-            self._counts = np.pad(self._counts, (0, more))
-            self._log_probs, self._versions = (np.pad(a, ((0, more), (0, 0))) for a in (self._log_probs, self._versions))
+            self._counts, self._log_probs = np.pad(self._counts, (0, more)), np.pad(self._log_probs, ((0, more), (0, 0)))
         for key in keys:
             row = self._rows[key] = self._free.pop()
-            self._counts[row] = 0
+            self._counts[row], self._runs[key] = 0, [(0, self._version)]
 
     def write(self, rows: np.ndarray, log_probs: np.ndarray, version: int) -> None:
         """One token more for each of these rows; log_probs float32 [rows]."""
+        if version != self._version:
+            self._version = version
+            for key, row in self._rows.items():
+                self._runs[key].append((int(self._counts[row]), version))
         counts = self._counts[rows]
         if counts.size and counts.max() == self._log_probs.shape[1]:
-            self._log_probs, self._versions = (np.pad(a, ((0, 0), (0, a.shape[1]))) for a in (self._log_probs, self._versions))
-        self._log_probs[rows, counts], self._versions[rows, counts] = log_probs, version
+            self._log_probs = np.pad(self._log_probs, ((0, 0), (0, self._log_probs.shape[1])))
+        self._log_probs[rows, counts] = log_probs
         self._counts[rows] = counts + 1
 
     def close(self, key: str) -> tuple[list[float], list[int]]:
@@ -48,4 +55,7 @@ class Record:
             return [], []
         self._free.append(row)
         n = int(self._counts[row])
-        return self._log_probs[row, :n].tolist(), self._versions[row, :n].tolist()
+        versions: list[int] = []
+        for start, version in self._runs.pop(key):
+            versions[start:] = [version] * (n - start)
+        return self._log_probs[row, :n].tolist(), versions

@@ -9,6 +9,7 @@ may be vLLM's own again: when samples arrive or are dropped from the cache, when
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,8 @@ class Members(NamedTuple):
     """int64 [requests]: rows of the ledger."""
     serials: np.ndarray
     """int64 [requests]: serial numbers of those rows; a row that has another by now is not the request's any more."""
+    before: tuple[list[str], np.ndarray] | tuple[None, None] = (None, None)
+    """Keys of the members that these are a part of, and bool [those keys]: which part."""
 
 
 class Flight(NamedTuple):
@@ -59,6 +62,8 @@ class Tokens(NamedTuple):
 
     keys: list[str]
     """The same list as in the step before while the same samples follow in the same order."""
+    before: tuple[list[str], np.ndarray] | tuple[None, None]
+    """As in Members."""
     rows: np.ndarray
     """int64 [keys]: the row of the runner's output that is each one's."""
     alive: np.ndarray
@@ -80,7 +85,7 @@ class Steady:
 
         self.scheduler, self.manager = scheduler, scheduler.kv_cache_manager
         self._running, self._check_stop, self._remove_all = RequestStatus.RUNNING, check_stop, remove_all
-        self._outputs_of = EngineCoreOutputs
+        self._outputs_of: Any = EngineCoreOutputs
         (self._blocks,) = self.manager.coordinator.single_type_managers
         self._size: int = self._blocks.block_size
         self.ledger = Ledger(self.manager, ahead=isinstance(scheduler, AsyncScheduler))
@@ -110,7 +115,15 @@ class Steady:
     def suits(scheduler: Any, version: tuple[int, int]) -> bool:
         """Whether nothing is in use that this knows nothing of."""
         managers = getattr(scheduler.kv_cache_manager.coordinator, "single_type_managers", ())
-        foreign = ("connector", "ec_connector", "lora_config", "use_pp", "use_v2_model_runner", "defer_block_free", "num_spec_tokens")
+        foreign: tuple[str, ...] = (
+            "connector",
+            "ec_connector",
+            "lora_config",
+            "use_pp",
+            "use_v2_model_runner",
+            "defer_block_free",
+            "num_spec_tokens",
+        )
         foreign += ("needs_kv_cache_zeroing", "log_stats", "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask")
         foreign += ("enable_kv_cache_events", "kv_metrics_collector")
         return (
@@ -167,13 +180,14 @@ class Steady:
 
     def _leave(self, stays: np.ndarray) -> None:
         """Go on without some of the members."""
-        requests, keys, counts, *arrays = self._members
-        requests, keys, counts = requests.copy(), keys.copy(), counts.copy()
+        old = self._members
+        requests, keys, counts = old.requests.copy(), old.keys.copy(), old.counts.copy()
         for i in np.flatnonzero(~stays)[::-1].tolist():
             key = keys.pop(i)
             del requests[i], counts[key]
             self.scheduler.prev_step_scheduled_req_ids.discard(key)
-        self._members = Members(requests, keys, counts, *(array[stays] for array in arrays))
+        limits, stops, rows, serials = (array[stays] for array in (old.limits, old.stops, old.rows, old.serials))
+        self._members = Members(requests, keys, counts, limits, stops, rows, serials, (old.keys, stays))
         self._computed, self._outputs = self._computed[stays], self._outputs[stays]
 
     def _next(self) -> Any:
@@ -242,7 +256,8 @@ class Steady:
             self.ledger.settle_all()
             return self._update(scheduled, output)
         members, order = flight.members, self._rows(flight.members, output)
-        tokens = np.asarray(output.sampled_token_ids, np.int64)[order, 0]
+        sampled = output.sampled_token_ids
+        tokens = np.fromiter(chain.from_iterable(sampled), np.int64, len(sampled))[order]
         alive = self.ledger.serials[members.rows] == members.serials
         if alive.all():
             self.ledger.back(members.rows, tokens)
@@ -252,7 +267,7 @@ class Steady:
         stop = (flight.computed + 2 >= members.limits) | (self._stops[np.searchsorted(self._stops, wanted)] == wanted)
         ended = self._end([members.requests[i] for i in np.flatnonzero(stop & alive).tolist()])
         self.ledger.turn()
-        return {0: self._outputs_of(outputs=Tokens(members.keys, order, alive, tokens, ended))}
+        return {0: self._outputs_of(outputs=Tokens(members.keys, members.before, order, alive, tokens, ended))}
 
     def _rows(self, members: Members, output: Any) -> np.ndarray:
         """Rows of the runner's output by member; mostly as in the step before."""

@@ -178,7 +178,7 @@ class Simulation:
             quick_slots(scheduler)
             self.steady = Steady(scheduler)
         self.seen, self.states, self.own, self.given, self.found = [], {}, set(), {}, {}
-        self._followed = ([], [])
+        self._followed, self.resumed = ([], []), set()
 
     def add(self, key, prompt, length, stops=(3,)):
         from vllm import SamplingParams
@@ -246,6 +246,7 @@ class Simulation:
         for new in out.scheduled_new_reqs:
             self.found[new.req_id] = new.num_computed_tokens
         cached = out.scheduled_cached_reqs
+        self.resumed.update((number, key) for key in cached.resumed_req_ids)
         computed = {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         at = {k: computed[k] + n for k, n in out.num_scheduled_tokens.items() if not scheduler.requests[k].is_prefill_chunk}
@@ -296,6 +297,7 @@ def test_every_step_is_the_one_that_vllm_would_make(pair, ahead, turn, monkeypat
         for name, want in plain.states[number, when].items():
             assert ours.states[number, when][name] == want, f"{name} {when} step {number}"
     assert len(ours.own) < len(ours.seen) / 3 / 4, "most steps must be made, not vLLM's"
+    assert any(number > 100 for number, _ in ours.resumed), "no sample was pushed out of the cache"
     assert ours.found["r"] > 300, "blocks of a sample that ended were not found"
 
 
