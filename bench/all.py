@@ -39,6 +39,7 @@ def benchmarks(gpus: int) -> dict[str, tuple[str, tuple[str, ...]]]:
             "train": ("train.py --case tiny:megatron:packed:none:512 --length 64 --count 2", ("megatron",)),
             "rollout": ("rollout.py --shapes tiny --quick --out", ("vllm",)),
             "zero_copy": ("zero_copy.py --out", ("vllm",)),
+            "decode_host": ("decode_host.py --samples 256 --out", ("vllm",)),
         }
     found |= {
         "switch": ("switch.py", ()),
