@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
 import pickle
+import resource
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from socket import recv_fds, send_fds, socket
 
 import numpy as np
 
+from jackfield.errors import WorkerError
 from jackfield_workers.wire import ALIGN, Packet, places, span
 
 AT_ONCE = 512
@@ -19,7 +23,8 @@ AT_ONCE = 512
 SHARED_FROM = 1 << 16
 """Bytes of tensors from which a message travels in shared memory."""
 SEGMENTS = 16
-"""Segments a side lends at most. Where the other side holds on to all of them messages go through the pipe, which makes the sender wait."""
+"""Segments a side lends at most. Where the other side holds on to all of them, or the system gives no more, messages go through the pipe,
+which makes the sender wait."""
 
 
 class Segment:
@@ -27,7 +32,11 @@ class Segment:
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.descriptor = number, os.memfd_create("jackfield")
-        self.grow(size)
+        try:
+            self.grow(size)
+        except OSError:
+            os.close(self.descriptor)
+            raise
 
     def grow(self, size: int) -> None:
         """Make room for this many bytes and, so that it is rarely done again, up to twice as many: untouched memory is free."""
@@ -39,7 +48,7 @@ class Segment:
 class Channel:
     """One end of a connection. A lent segment comes back when the receiver's last tensor in it is gone, whoever holds that.
 
-    Raises EOFError or OSError where the other side is gone.
+    Raises EOFError or OSError where the other side is gone, WorkerError where this process cannot take what comes.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -60,7 +69,8 @@ class Channel:
         segment.memory[0] = 1
         self._write((packet.head, sizes, (segment.number, len(segment.memory), new)), [])
         if new:
-            send_handle(self.connection, segment.descriptor, os.getpid())
+            with _socket(self.connection) as carrier:
+                send_fds(carrier, [b"\0"], [segment.descriptor])
 
     def receive(self) -> Packet:
         """Read a packet."""
@@ -75,9 +85,7 @@ class Channel:
             return Packet(pickled, body)
         number, size, new = place
         if new:
-            descriptor = recv_handle(self.connection)
-            self.borrowed[number] = mmap.mmap(descriptor, size)
-            os.close(descriptor)
+            self.borrowed[number] = self._mapped(size)
         memory = self.borrowed[number]
         block = np.frombuffer(memory, np.uint8, span(sizes), ALIGN)
         weakref.finalize(block, _give_back, memory, os.getpid()).atexit = False
@@ -92,18 +100,39 @@ class Channel:
         self.borrowed.clear()
 
     def _segment(self, size: int) -> tuple[Segment | None, bool]:
-        """A free segment of this size, and whether the other side has to map it (anew); none where all that may be are lent."""
+        """A free segment of this size, and whether the other side has to map it (anew); none where no more can be had."""
         free = sorted((s for s in self.lent if not s.memory[0]), key=lambda s: len(s.memory))
         for segment in free:
             if len(segment.memory) >= size:
                 return segment, False
-        if free:
-            free[-1].grow(size)
-            return free[-1], True
-        if len(self.lent) == SEGMENTS:
-            return None, False
-        self.lent.append(Segment(len(self.lent), size))
-        return self.lent[-1], True
+        with contextlib.suppress(OSError):  # too many open files, no memory, a limit, or memfd_create forbidden: there is the pipe
+            if free:
+                free[-1].grow(size)
+                return free[-1], True
+            if len(self.lent) < SEGMENTS:
+                self.lent.append(Segment(len(self.lent), size))
+                return self.lent[-1], True
+        return None, False
+
+    def _mapped(self, size: int) -> mmap.mmap:
+        """The segment whose descriptor comes next."""
+        with _socket(self.connection) as carrier:
+            byte, descriptors, *_ = recv_fds(carrier, 1, 1)
+        if not byte:
+            raise EOFError
+        try:
+            if not descriptors:  # the kernel drops what finds no place in the table of open files
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return mmap.mmap(descriptors[0], size)
+        except OSError as error:
+            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise WorkerError(
+                f"a segment of {size} bytes of shared memory cannot be read: {error.strerror}; "
+                f"raise this process's limits (`ulimit -n`, now {files} open files; `ulimit -v`)"
+            ) from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _write(self, head: object, body: Sequence[memoryview]) -> None:
         pickled = pickle.dumps(head)
@@ -121,6 +150,16 @@ class Channel:
                 if moved < len(buffer):
                     waiting.append(buffer[moved:])
                 moved -= min(moved, len(buffer))
+
+
+@contextlib.contextmanager
+def _socket(connection: Connection) -> Iterator[socket]:
+    """The connection as a socket, which can pass descriptors; multiprocessing's own calls take one more descriptor for it."""
+    carrier = socket(fileno=connection.fileno())
+    try:
+        yield carrier
+    finally:
+        carrier.detach()
 
 
 def _give_back(memory: mmap.mmap, owner: int) -> None:

@@ -1,7 +1,9 @@
 """Large messages in shared memory: what arrives is what was sent, stays as it is while somebody has it, and leaves nothing behind."""
 
+import contextlib
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -76,6 +78,67 @@ def test_where_the_receiver_keeps_everything_messages_go_through_the_pipe(ends, 
     monkeypatch.setattr(channel, "SEGMENTS", 2)
     kept = [through(ends, torch.full((BIG,), value, dtype=torch.uint8)) for value in range(4)]
     assert [set(x.tolist()) for x in kept] == [{0}, {1}, {2}, {3}] and len(ends[0].lent) == 2
+
+
+@contextlib.contextmanager
+def limited(kind, most):
+    """At most so much of a resource for this process."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@pytest.fixture
+def room():
+    """`room(count)`: a context in which this process can open `count` more files."""
+    opened = []
+
+    def within(count):
+        last = max(int(name) for name in os.listdir("/proc/self/fd"))
+        while not opened or opened[-1] < last:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        return limited(resource.RLIMIT_NOFILE, opened[-1] + 1 + count)
+
+    yield within
+    for descriptor in opened:
+        os.close(descriptor)
+
+
+def piped(ends, message):
+    """As `through`, for more than a pipe holds: reading begins before writing ends."""
+    sender = threading.Thread(target=ends[0].send, args=(pack(message),))
+    sender.start()
+    try:
+        return unpack(ends[1].receive())
+    finally:
+        sender.join(timeout=20)
+
+
+def test_where_the_system_gives_no_more_memory_messages_go_through_the_pipe(ends, room):
+    sent = torch.arange(BIG // 8)
+    files = len(os.listdir("/proc/self/fd"))
+    with limited(resource.RLIMIT_FSIZE, BIG // 2):
+        same(piped(ends, sent), sent)
+    assert not ends[0].lent
+    assert len(os.listdir("/proc/self/fd")) == files
+    with room(0):
+        same(piped(ends, sent), sent)
+    assert not ends[0].lent
+    same(piped(ends, sent), sent)
+    with limited(resource.RLIMIT_FSIZE, BIG // 2):  # the segment that is there cannot grow, and stays in use
+        more = torch.arange(BIG // 4)
+        same(piped(ends, more), more)
+        same(piped(ends, sent), sent)
+    assert len(ends[0].lent) == 1
+
+
+@pytest.mark.parametrize("free", [2, 3])  # a segment takes two at each end: its own and the one that mmap keeps
+def test_a_receiver_that_can_open_no_file_says_so(ends, room, free):
+    with room(free), pytest.raises(WorkerError, match=r"^a segment of \d+ bytes .*: Too many open files; raise .* now \d+ open files"):
+        through(ends, torch.ones(BIG))
 
 
 def test_a_forked_child_of_the_receiver_does_not_give_memory_back(ends):
