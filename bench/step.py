@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--micro-tokens", type=int, default=1500)
+    parser.add_argument("--micro-tokens", type=int, default=4096)
     parser.add_argument("--trl-micro", type=int, default=16)
     parser.add_argument("--trl-attention", default="sdpa", choices=["sdpa", "eager"])
     parser.add_argument("--trl-weights", default="float32", choices=["float32", "bfloat16"])

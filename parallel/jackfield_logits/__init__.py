@@ -6,6 +6,7 @@ N tokens, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from jackfield_logits.passes import LOW, concluded, scan, slopes
 _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _FUSED = 4
 """Times as many tokens where a chunk is passed over once: nothing of it is then in memory but its logits and their gradients."""
-_KEEP_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+_KEEP_BYTES = {"cpu": 512 << 20, "cuda": 1 << 30}
 """Log-probs of all the vocabulary are kept for backward up to this size, which saves one of four products with the head."""
-_BLOCK_BYTES = {"cpu": 128 << 20}
+_BLOCK_BYTES = {"cpu": 256 << 20}
 """Gradients of logits are gathered up to this size before they are multiplied: each product reads and writes the head's whole gradient,
 which costs as much as the arithmetic of a chunk that suits a CPU's cache. Elsewhere chunk by chunk."""
 _TOP = 256
@@ -126,6 +127,20 @@ class _TokenStats(torch.autograd.Function):
         return log_probs, entropy, squares
 
     @staticmethod
+    def gradient(log_pi: Tensor, labels: Tensor, grads: Sequence[Tensor], request: OutputRequest) -> Tensor:
+        """The gradient of the logits in float32, in the memory of `log_pi` where nothing else needs that."""
+        grad_log_prob, grad_entropy, grad_squares = grads
+        pi = log_pi.exp() if request.entropy else log_pi.exp_()
+        slope = -grad_log_prob
+        if request.entropy:
+            log_pi = log_pi.clamp(min=LOW)
+            slope = slope - grad_entropy * (log_pi - (pi * log_pi).sum(-1, keepdim=True))
+        if request.sum_pi_squared:
+            slope = slope + 2 * grad_squares * (pi - pi.square().sum(-1, keepdim=True))
+        grad = pi.mul_(slope).scatter_add_(-1, labels[:, None], grad_log_prob)
+        return grad.div_(request.temperature) if request.temperature != 1 else grad
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """With p the probabilities: d log_prob = onehot - p, d entropy = -p (log p + entropy), d sum = 2 p (p - sum)."""
         x, weight, bias, labels, *fused = ctx.saved_tensors
@@ -140,28 +155,24 @@ class _TokenStats(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         numbers = torch.stack((*fused, *grads)) if fused else None
         for block in blocks:
-            parts = []
+            start, stop = block[0].start, block[-1].stop
+            whole = x.new_empty(stop - start, vocabulary) if len(block) > 1 else None
             for rows in block:
                 log_pi = ctx.kept.pop(rows.start, None)
                 logits = None if log_pi is not None else _logits(x[rows], weight, bias)
                 if numbers is not None:
                     more, factor = request.entropy or request.sum_pi_squared, 1 / request.temperature
                     now = numbers[:, rows].contiguous()
-                    parts.append(slopes(logits, labels[rows], now, factor, vocabulary, factor, more, x.dtype))
-                    continue
-                if log_pi is None:
-                    log_pi = _TokenStats.scores(logits, labels[rows], request).log_softmax(-1)
-                grad_log_prob, grad_entropy, grad_squares = (g[rows, None] for g in grads)
-                pi = log_pi.exp() if request.entropy else log_pi.exp_()
-                slope = -grad_log_prob
-                if request.entropy:
-                    log_pi = log_pi.clamp(min=LOW)
-                    slope = slope - grad_entropy * (log_pi - (pi * log_pi).sum(-1, keepdim=True))
-                if request.sum_pi_squared:
-                    slope = slope + 2 * grad_squares * (pi - pi.square().sum(-1, keepdim=True))
-                grad = pi.mul_(slope).scatter_add_(-1, labels[rows, None], grad_log_prob)
-                parts.append(grad.div_(request.temperature).to(x.dtype) if request.temperature != 1 else grad.to(x.dtype))
-            rows, grad = slice(block[0].start, block[-1].stop), parts[0] if len(parts) == 1 else torch.cat(parts)
+                    grad = slopes(logits, labels[rows], now, factor, vocabulary, factor, more, x.dtype)
+                else:
+                    if log_pi is None:
+                        log_pi = _TokenStats.scores(logits, labels[rows], request).log_softmax(-1)
+                    grad = _TokenStats.gradient(log_pi, labels[rows], [g[rows, None] for g in grads], request)
+                if whole is None:
+                    grad = grad.to(x.dtype)
+                else:
+                    whole[rows.start - start : rows.stop - start].copy_(grad)
+            rows, grad = slice(start, stop), grad if whole is None else whole
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
             if alone:

@@ -77,7 +77,10 @@ class VLLM(Engine):
         try:
             self.core = Core(given, plain_linears=self.config.cpu_linear == "shared")
         except ValueError as error:
-            raise ConfigError(f"engine vllm: vLLM refuses {self.path}: {error}") from error
+            text = " ".join(str(error).partition("For further information")[0].split()).rstrip(".")
+            if "gpu_memory_utilization" in text:
+                text += "; here that is engine.memory or engine.args.kv_cache_memory_bytes, and engine.max_model_len"
+            raise ConfigError(f"engine vllm: vLLM refuses {self.path}: {text}") from error
 
     @property
     def _core(self) -> Core:

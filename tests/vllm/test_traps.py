@@ -80,8 +80,12 @@ def test_errors_say_what_to_do(llama, build, tmp_path, monkeypatch):
         build(llama, tp=2)
     with pytest.raises(ConfigError, match="EngineArgs has no warp_speed"):
         build(llama, args={"warp_speed": 9})
-    with pytest.raises(ConfigError, match="vLLM refuses"):
+    with pytest.raises(
+        ConfigError, match=r"vLLM refuses [^\n]*; here that is engine.memory or engine.args.kv_cache_memory_bytes, and [^\n]*$"
+    ):
         build(llama, args={"kv_cache_memory_bytes": 1000})
+    with pytest.raises(ConfigError, match=r"vLLM refuses [^\n]*max_num_seqs[^\n]*$"):
+        build(llama, args={"max_num_seqs": "many"})
     narrow = tiny_model(tmp_path / "narrow", hidden=64, heads=4)
     with pytest.raises(ConfigError, match=r"heads of size 16 \(hidden_size 64 / 4 heads\): .* for 32, 64, .*; use engine hf"):
         build(narrow)
