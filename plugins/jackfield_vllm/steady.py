@@ -143,8 +143,11 @@ class Steady:
             self._learn(out)
         return out
 
-    def _queued(self) -> bool:
-        return any(getattr(self.scheduler, name, None) for name in ("waiting", "skipped_waiting", "kv_holding_waiting"))
+    def _admits(self) -> bool:
+        """Whether a sample could come: one waits, and not all that may run at once do."""
+        scheduler = self.scheduler
+        waits = any(getattr(scheduler, name, None) for name in ("waiting", "skipped_waiting", "kv_holding_waiting"))
+        return waits and len(scheduler.running) < getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
 
     def _ends(self, request: Any) -> bool:
         """Whether the tokens on their way are the sample's last, so that vLLM schedules it no more."""
@@ -158,7 +161,7 @@ class Steady:
         scheduler, cached, counts = self.scheduler, out.scheduled_cached_reqs, out.num_scheduled_tokens
         self._last = None
         plain = not (out.scheduled_new_reqs or cached.resumed_req_ids or out.scheduled_spec_decode_tokens or out.scheduled_encoder_inputs)
-        if not plain or not counts or out.total_num_scheduled_tokens != len(counts) or out.preempted_req_ids or self._queued():
+        if not plain or not counts or out.total_num_scheduled_tokens != len(counts) or out.preempted_req_ids or self._admits():
             return
         requests = [scheduler.requests[key] for key in cached.req_ids]
         held = [request for request in scheduler.running if request.request_id not in counts]
@@ -193,7 +196,7 @@ class Steady:
     def _next(self) -> Any:
         """The step after the last one, or None where more happens than that tokens follow tokens."""
         scheduler = self.scheduler
-        if self._last is None or self._queued() or scheduler._pause_state is not self._active:
+        if self._last is None or self._admits() or scheduler._pause_state is not self._active:
             return None
         near = self._computed + 1 >= self._members.limits
         if scheduler.finished_req_ids or near.any():

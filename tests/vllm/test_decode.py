@@ -261,6 +261,18 @@ class Simulation:
         return out, ModelRunnerOutput(rows, {k: i for i, k in enumerate(rows)}, tokens, num_nans_in_logits=checked)
 
 
+def _compared(engine, ahead, events, between, looks):
+    """The simulation with steps made here, which is vLLM's own in all that can be seen."""
+    ours = Simulation(engine, ahead, True).run(events, between, looks)
+    plain = Simulation(engine, ahead, False).run(events, between, looks | ours.own)
+    for step, (got, want) in enumerate(zip(ours.seen, plain.seen, strict=True)):
+        assert got == want, f"entry {step}"
+    for number, when in ours.states:
+        for name, want in plain.states[number, when].items():
+            assert ours.states[number, when][name] == want, f"{name} {when} step {number}"
+    return ours
+
+
 @pytest.mark.parametrize("turn", [256, 5], ids=["late", "early"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "one step ahead"])
 def test_every_step_is_the_one_that_vllm_would_make(pair, ahead, turn, monkeypatch):
@@ -296,16 +308,28 @@ def test_every_step_is_the_one_that_vllm_would_make(pair, ahead, turn, monkeypat
     between = {70: lambda run: run.drop("e"), whole: lambda run: run.drop("k")}
     looks = {10, 17, 44, 66, 71, 150, 151, 152, 333, 430, 501, 502, 555}
     monkeypatch.setattr(ledger, "TURN", turn)
-    ours = Simulation(pair[1], ahead, True).run(events, between, looks)
-    plain = Simulation(pair[1], ahead, False).run(events, between, looks | ours.own)
-    for step, (got, want) in enumerate(zip(ours.seen, plain.seen, strict=True)):
-        assert got == want, f"entry {step}"
-    for number, when in ours.states:
-        for name, want in plain.states[number, when].items():
-            assert ours.states[number, when][name] == want, f"{name} {when} step {number}"
+    ours = _compared(pair[1], ahead, events, between, looks)
     assert len(ours.own) < len(ours.seen) / 3 / 4, "most steps must be made, not vLLM's"
     assert any(number > 100 for number, _ in ours.resumed), "no sample was pushed out of the cache"
     assert ours.found["r"] > 300, "blocks of a sample that ended were not found"
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "one step ahead"])
+def test_samples_wait_until_one_of_those_that_may_run_at_once_ends(pair, ahead):
+    """Steps are made here all the same; the one in which a sample is admitted is vLLM's."""
+    texts = prompts(9, length=20)
+
+    def first(run):
+        run.scheduler.max_num_running_reqs = run.scheduler.max_num_active_reqs = 3
+        for key, text, length in zip("cdefgh", texts, (60, 90, 61, 90, 33, 70), strict=False):
+            run.add(key, text, length, stops=())
+
+    between = {75: lambda run: run.drop("g")}  # it waits, or has just come
+    events = {0: first, 40: lambda run: run.add("i", texts[8], 50, stops=()), 100: lambda run: run.drop("d")}
+    ours = _compared(pair[1], ahead, events, between, {30, 41, 77})
+    assert sorted(ours.given) == sorted("cdefhi") or "g" in ours.given
+    waited = [number for number in range(5, 59) if number not in ours.own]
+    assert len(waited) > 45, "steps while samples wait must be made here"
 
 
 def test_the_record_of_a_step_is_what_each_sample_gets_at_its_end():
