@@ -95,7 +95,8 @@ def lines(plan: Plan, source: Layout, destination: Layout, model_bytes: float, r
         f"without a copy"
     )
     near, far = (int(plan.received[tier].sum()) for tier in (1, 2))
-    yield f"sent        {size(near)} inside nodes, {size(far)} between nodes, in {len(plan.flows)} flows"
+    sent = sum(flow.tier > 0 for flow in plan.flows)
+    yield f"sent        {size(near)} inside nodes, {size(far)} between nodes, in {sent} flows"
     yield (
         f"proof       every element once; {'bytes equal the lower bound' if not proof.errors else '; '.join(proof.errors)}; largest sender "
         f"{proof.imbalance:.3f} of the mean (no choice of senders gets below {proof.least_imbalance:.3f})"

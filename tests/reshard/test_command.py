@@ -45,6 +45,13 @@ def test_text_and_picture(config, tmp_path):
     assert "model.layers.3.mlp.experts.down_proj.weight" in text
 
 
+def test_flows_are_counted_where_something_travels(config, tmp_path):
+    (tmp_path / "here.yaml").write_text(f"policy: {{model: {tmp_path}}}\nengine: vllm\nalgorithm: grpo\ndataset: words\n")
+    here, apart = (CliRunner().invoke(command, [str(file)]).output for file in (tmp_path / "here.yaml", config))
+    assert "sent        0 B inside nodes, 0 B between nodes, in 0 flows" in here
+    assert "in 0 flows" not in apart and " flows" in apart
+
+
 def test_json_totals(config):
     def totals(*arguments):
         return json.loads(CliRunner().invoke(command, [config, "--json", *arguments]).output)
