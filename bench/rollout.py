@@ -144,22 +144,25 @@ def main() -> None:
             show(shape, loads, found, config, machine, width)
             for count in STEPS:
                 if {f"first {count}", f"uniform {count}"} <= loads.keys():
-                    decode_step(count, found, config, machine, width)
+                    decode_step(count, loads, found, config, machine, width)
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
 
 
-def decode_step(count: int, found: dict[str, Any], config: dict[str, Any], machine: dict[str, float], width: int) -> None:
+def decode_step(
+    count: int, loads: dict[str, Any], found: dict[str, Any], config: dict[str, Any], machine: dict[str, float], width: int
+) -> None:
     """Seconds of a decode step of `count` samples: the uniform load without its first tokens, which the prompts are computed for."""
-    loads = f"uniform {count}", f"first {count}"
-    whole, first = (floor_seconds(uniform(count, 512, n), config, machine, width) for n in (256, 1))
-    floor = (whole - first) / 255
+    names = f"uniform {count}", f"first {count}"
+    steps = loads[names[0]][0][1] - loads[names[1]][0][1]
+    whole, first = (floor_seconds(loads[name], config, machine, width) for name in names)
+    floor = (whole - first) / steps
     print(f"\na decode step of {count} samples; weights, keys and values once at copy bandwidth: {floor * 1e3:.2f} ms")
-    for name, result in found.items():
-        if set(loads) <= result["loads"].keys():
-            times = [result["loads"][load]["times"] for load in loads]
+    for side_name, result in found.items():
+        if set(names) <= result["loads"].keys():
+            times = [result["loads"][name]["times"] for name in names]
             whole, first = (statistics.median([wall for wall, _ in t[1:] or t]) for t in times)
-            print(f"  {name:10s} {(whole - first) / 255 * 1e3:.2f} ms, {(whole - first) / 255 / floor:.2f}x")
+            print(f"  {side_name:10s} {(whole - first) / steps * 1e3:.2f} ms, {(whole - first) / steps / floor:.2f}x")
 
 
 def options(name: str, cuda: bool) -> dict[str, Any]:

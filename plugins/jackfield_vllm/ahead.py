@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from jackfield_vllm.rows import rows_of
+
 if TYPE_CHECKING:
     from jackfield_vllm.steady import Flight, Steady
 
 VERSIONS = {(0, 24), (0, 32)}
 """Of vLLM's model runner, those whose state this was written for and tested with; others do all by themselves."""
+FOREIGN = (
+    *("speculative_config", "lora_config", "uses_mrope", "uses_xdrope_dim", "enable_prompt_embeds", "is_pooling_model"),
+    *("num_accepted_tokens_event", "mamba_prev_last_scheduled_idx", "routed_experts_initialized", "broadcast_pp_output"),
+)
+"""What a runner may do that this knows nothing of, by vLLM's names."""
 
 
 class Ahead:
@@ -36,14 +43,12 @@ class Ahead:
     @staticmethod
     def suits(runner: Any, version: tuple[int, int]) -> bool:
         """Whether the runner does nothing that this knows nothing of."""
-        foreign = ("speculative_config", "lora_config", "uses_mrope", "uses_xdrope_dim", "enable_prompt_embeds", "is_pooling_model")
-        foreign += ("num_accepted_tokens_event", "mamba_prev_last_scheduled_idx", "routed_experts_initialized", "broadcast_pp_output")
         return (
             version in VERSIONS
             and runner.use_async_scheduling
             and runner.parallel_config.pipeline_parallel_size == 1
             and runner.dcp_world_size == 1
-            and not any(getattr(runner, name, None) for name in foreign)
+            and not any(getattr(runner, name, None) for name in FOREIGN)
         )
 
     def update_states(self, out: Any) -> Any:
@@ -57,9 +62,8 @@ class Ahead:
             self._update(dataclasses.replace(out, scheduled_cached_reqs=_some(out.scheduled_cached_reqs, flight.fresh)))
         if flight.requests is not self._members:
             self._members, self._prepared = flight.requests, None
-            at, states = batch.req_id_to_index, self.runner.requests
-            keys = out.scheduled_cached_reqs.req_ids
-            self._rows = np.fromiter((at[key] for key in keys), np.int64, len(keys))
+            keys, states = out.scheduled_cached_reqs.req_ids, self.runner.requests
+            self._rows = rows_of(batch.req_id_to_index, keys)
             self._tokens = [states[key].output_token_ids for key in keys]
         batch.num_computed_tokens_cpu[self._rows] = flight.computed
         return None

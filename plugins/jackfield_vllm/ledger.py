@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jackfield_vllm.rows import Rows, rows_of
+
 TURN = 256
 """Steps after which a request is settled at the latest, a few requests each step: work of its end is spread, and rows stay short."""
 
@@ -21,9 +23,8 @@ class Ledger:
 
     def __init__(self, manager: Any, ahead: bool) -> None:
         self._manager, self._ahead = manager, ahead
-        self.rows: dict[Any, int] = {}
+        self.rows = Rows()
         self._owners: list[Any] = []
-        self._free: list[int] = []
         self._serial, self._turn, self._dirty = 0, 0, False
         self._last = np.zeros(0, np.int64)
         self.serials, self._made, self._back = (np.zeros(0, np.int64) for _ in range(3))
@@ -32,27 +33,23 @@ class Ledger:
     def open(self, requests: Sequence[Any]) -> np.ndarray:
         """Rows of requests, int64; new ones for those that have none."""
         missing = [request for request in requests if request not in self.rows]
-        if len(missing) > len(self._free):
-            old, more = len(self._owners), max(len(missing), len(self._owners), 64)
+        if more := self.rows.open(missing):
             self._owners += [None] * more
-            self._free += reversed(range(old, old + more))
             self.serials, self._made, self._back = (np.pad(a, (0, more)) for a in (self.serials, self._made, self._back))
             self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
         for request in missing:
-            row = self.rows[request] = self._free.pop()
+            row = self.rows[request]
             self._owners[row] = request
             self._serial += 1
             self.serials[row], self._made[row], self._back[row] = self._serial, 0, 0
-        return np.fromiter(map(self.rows.__getitem__, requests), np.int64, len(requests))
+        return rows_of(self.rows, requests)
 
     def close(self, request: Any) -> None:
         """Settle a request and forget it: its row's serial is nobody's."""
-        row = self.rows.get(request)
+        self.settle(request)
+        row = self.rows.close(request)
         if row is not None:
-            self.settle(request)
-            del self.rows[request]
             self._owners[row], self.serials[row] = None, 0
-            self._free.append(row)
 
     def made(self, rows: np.ndarray) -> None:
         """A step of these rows was scheduled."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jackfield_vllm.rows import Rows, rows_of
+
 
 class Record:
     """A sample has a row from its first token until it ends, so memory goes by samples in flight and the longest of them."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, int] = {}
-        self._free: list[int] = []
+        self._rows = Rows()
         self._counts = np.zeros(0, np.int64)
         self._log_probs = np.zeros((0, 256), np.float32)
         self._version = -1
@@ -22,19 +23,16 @@ class Record:
     def rows(self, keys: Sequence[str]) -> np.ndarray:
         """int64 [keys]: each sample's row, a new one for its first token."""
         try:
-            return np.fromiter(map(self._rows.__getitem__, keys), np.int64, len(keys))
+            return rows_of(self._rows, keys)
         except KeyError:
             self._open([key for key in keys if key not in self._rows])
             return self.rows(keys)
 
     def _open(self, keys: list[str]) -> None:
-        if len(keys) > len(self._free):
-            old, more = len(self._counts), max(len(keys), len(self._counts), 64)
-            self._free += reversed(range(old, old + more))
+        if more := self._rows.open(keys):
             self._counts, self._log_probs = np.pad(self._counts, (0, more)), np.pad(self._log_probs, ((0, more), (0, 0)))
         for key in keys:
-            row = self._rows[key] = self._free.pop()
-            self._counts[row], self._runs[key] = 0, [(0, self._version)]
+            self._counts[self._rows[key]], self._runs[key] = 0, [(0, self._version)]
 
     def write(self, rows: np.ndarray, log_probs: np.ndarray, version: int) -> None:
         """One token more for each of these rows; log_probs float32 [rows]."""
@@ -50,10 +48,9 @@ class Record:
 
     def close(self, key: str) -> tuple[list[float], list[int]]:
         """Log-probs and versions of a sample's tokens, both empty where it has none; the row is free again."""
-        row = self._rows.pop(key, None)
+        row = self._rows.close(key)
         if row is None:
             return [], []
-        self._free.append(row)
         n = int(self._counts[row])
         versions: list[int] = []
         for start, version in self._runs.pop(key):

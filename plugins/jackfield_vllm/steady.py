@@ -15,9 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jackfield_vllm.ledger import Ledger
+from jackfield_vllm.rows import rows_of
 
 VERSIONS = {(0, 24), (0, 32)}
 """Of vLLM's scheduler, those whose state this was written for and tested with; others do all by themselves."""
+FOREIGN = (
+    *("connector", "ec_connector", "lora_config", "use_pp", "use_v2_model_runner", "defer_block_free", "num_spec_tokens", "log_stats"),
+    *("needs_kv_cache_zeroing", "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask"),
+    *("enable_kv_cache_events", "kv_metrics_collector"),
+)
+"""What a scheduler may do that this knows nothing of, by vLLM's names."""
 
 
 class Members(NamedTuple):
@@ -115,21 +122,10 @@ class Steady:
     def suits(scheduler: Any, version: tuple[int, int]) -> bool:
         """Whether nothing is in use that this knows nothing of."""
         managers = getattr(scheduler.kv_cache_manager.coordinator, "single_type_managers", ())
-        foreign: tuple[str, ...] = (
-            "connector",
-            "ec_connector",
-            "lora_config",
-            "use_pp",
-            "use_v2_model_runner",
-            "defer_block_free",
-            "num_spec_tokens",
-        )
-        foreign += ("needs_kv_cache_zeroing", "log_stats", "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask")
-        foreign += ("enable_kv_cache_events", "kv_metrics_collector")
         return (
             version in VERSIONS
             and [type(m).__name__ for m in managers] == ["FullAttentionManager"]
-            and not any(getattr(scheduler, name, None) for name in foreign)
+            and not any(getattr(scheduler, name, None) for name in FOREIGN)
             and scheduler.policy.value == "fcfs"
             and not scheduler.num_lookahead_tokens
         )
@@ -276,7 +272,7 @@ class Steady:
         """Rows of the runner's output by member; mostly as in the step before."""
         known, ids, rows = self._order
         if known is not members or ids != output.req_ids:
-            rows = np.fromiter(map(output.req_id_to_index.__getitem__, members.keys), np.int64, len(members.keys))
+            rows = rows_of(output.req_id_to_index, members.keys)
             self._order = members, list(output.req_ids), rows
         return rows
 
