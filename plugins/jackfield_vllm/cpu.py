@@ -38,6 +38,11 @@ def _from_left(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())).t()
 
 
+def _pays() -> bool:
+    """Whether the CPU has AMX: without it the arithmetic takes longer than packing the weight."""
+    return torch.cpu._is_amx_tile_supported()
+
+
 def on_weight_itself(layer: nn.Module) -> bool:
     """Whether a layer multiplies by its weight, not by a packed copy."""
     return getattr(layer, "cpu_linear", F.linear) in (F.linear, linear, linear_by_column)
@@ -48,7 +53,7 @@ def plain_linears() -> Iterator[None]:
     """While the model is built, let vLLM's linears keep their weight and multiply by it as it is, instead of packing a copy."""
     from vllm.model_executor.layers import utils
 
-    quick = linear if torch.cpu._is_amx_tile_supported() else F.linear  # without AMX the arithmetic takes longer than the packing
+    quick = linear if _pays() else F.linear
 
     def keep(layer: nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = quick
@@ -63,12 +68,15 @@ def plain_linears() -> Iterator[None]:
 
 def quicken(model: nn.Module) -> None:
     """Let RMS norms use vLLM's own CPU kernel, which it leaves to other platforms (its plain PyTorch form takes 4 times as long), and
-    gated MLPs multiply without a temporary, gate and up each lying together."""
+    gated MLPs multiply without a temporary, gate and up each lying together. Where the kernels cut bfloat16 off instead of rounding it,
+    norms and rotary embeddings are computed by PyTorch instead."""
     import vllm._custom_ops  # noqa: F401  (makes torch.ops._C known)
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    norms = hasattr(torch.ops._C, "fused_add_rms_norm")
+    rounds = next(model.parameters()).dtype != torch.bfloat16 or kernels_round()
+    norms = rounds and hasattr(torch.ops._C, "fused_add_rms_norm")
     for module in model.modules():
         if norms and type(module) is RMSNorm and _plain(module):
             module._forward_method = functools.partial(_norm, module)
@@ -77,6 +85,20 @@ def quicken(model: nn.Module) -> None:
             gate_up: Any = getattr(module, "gate_up_proj", None)
             if getattr(gate_up, "cpu_linear", None) is linear:
                 gate_up.cpu_linear = linear_by_column
+        elif not rounds and isinstance(module, RotaryEmbedding):
+            module._forward_method = module.forward_native  # type: ignore[union-attr]
+
+
+@functools.cache
+def kernels_round() -> bool:
+    """Whether vLLM's CPU kernels round to the nearest bfloat16: those for CPUs without AVX-512 cut the last bits off, always toward 0."""
+    import vllm._custom_ops  # noqa: F401
+
+    if not hasattr(torch.ops._C, "fused_add_rms_norm"):
+        return True
+    x, total = torch.full((1, 64), 0.75 * 2**-7, dtype=torch.bfloat16), torch.ones(1, 64, dtype=torch.bfloat16)
+    torch.ops._C.fused_add_rms_norm(x, total, torch.ones(64, dtype=torch.bfloat16), 1e-5)
+    return bool((total > 1).all())  # three quarters of a unit above 1
 
 
 def _plain(norm: Any) -> bool:

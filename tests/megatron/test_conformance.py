@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import megatron_reference as R
 import pytest
+import torch
 
 from jackfield.testing.backend import BackendConformance
 from jackfield.testing.processes import Ranks, _serve
@@ -77,9 +78,11 @@ class TestContext(Conformance):
 
 
 class TestBfloat16(Conformance):
+    """Without AVX-512 other kernels round more often: a critic's norm is 0.0012 to 0.0024 off float32's, and 0.0012 between splits."""
+
     options = {"dtype": "bfloat16", "tp": 2}
     world_size = 2
-    rtol = 1e-3
+    rtol = 1e-3 if torch.cpu._is_avx512_supported() else 2e-3
 
 
 del Conformance

